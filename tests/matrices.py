@@ -79,6 +79,6 @@ def _complete(listed: Mapping[Format, T], known: set[Any], name_of: Callable[[An
 LAYOUTS: dict[str, dict[str, Any]] = of_every_format(
     {
         "COO": {}, "CSR": {}, "CSC": {}, "BSR": {"block": (2, 3)}, "BCSC": {"block": (3, 2)}, "NM": {"n": 4, "m": 4},
-        "NARROW": {},
+        "NARROW": {}, "BITMAP": {},
     }
 )  # fmt: skip

@@ -72,6 +72,7 @@ class BitmapLinear(NamedTuple):
         dtype: of values and x.
         index_dtype: of where chunks begin.
         output: the output (m, n) and its epilogue.
+        batch: of x; the kernel wants 1.
     """
 
     m: int
@@ -83,6 +84,7 @@ class BitmapLinear(NamedTuple):
     dtype: str
     index_dtype: str
     output: Output
+    batch: int = 1
 
     @property
     def density(self) -> float:
@@ -112,10 +114,10 @@ class BitmapLinear(NamedTuple):
     @property
     def refusal(self) -> str | None:
         """Why no kernel takes it, None if one does."""
-        if not takes_bitmap(self.k, self.n, getattr(torch, self.dtype)):
+        if self.batch != 1 or not takes_bitmap(self.k, self.n, getattr(torch, self.dtype, torch.float64)):
             return (
-                f"{self.n} rows of {self.k} columns of {self.dtype} are multiplied by another kernel: 1 to {MOST}, "
-                f"multiples of {_COLUMNS}, float16 or bfloat16"
+                f"{self.n} rows of {self.k} columns of {self.dtype}, {self.batch} times, are multiplied by another "
+                f"kernel: 1 to {MOST}, multiples of {_COLUMNS}, float16 or bfloat16, once"
             )
         return unsupported_dtypes(self.dtype, self.dtype, self.output.dtype)
 

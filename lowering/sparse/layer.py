@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.dispatch import prepared, recorded
 from sparsecomp.lowering.launch.epilogue import described_output
+from sparsecomp.lowering.launch.launch import aligned
 from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.lowering.sparse.launcher import launcher_of, multiplied_as
 from sparsecomp.lowering.sparse.sddmm import SDDMM, weight_gradient
@@ -49,6 +50,8 @@ def layer_product(
     )  # fmt: skip
     if launch is None:
         return None
+    if layout.kind.ALIGNED:
+        x, values, own = aligned(x), aligned(values), [aligned(one) for one in own[: layout.own]]
     rows = layout.shape[0]
     out = allocate((x.shape[0], rows), (rows, 1), x.dtype, x.device) if x.dim() == 2 else x.new_empty(
         (*x.shape[:-1], rows)

@@ -122,7 +122,7 @@ class Product(NamedTuple):
         """`of` for a SparseTensor."""
         pattern = sparse.pattern
         layout, transpose = pattern.layout, pattern.stored_by_columns(sparse._transpose)
-        stored = _expected(pattern.arrays[-1].numel())
+        stored = _expected(sparse._values.numel()) // prod(layout.entry)
         return cls.of(layout, stored, transpose, dense, *rest, format=sparse.format, **how)
 
 
@@ -276,6 +276,8 @@ def sparse_seconds(product: Product, device: Device, card: Card) -> tuple[float,
     forward, kernel = product_time(product, device, card)
     if not product.trained or forward.device == inf:
         return product.waited(forward), kernel
+    if not product.layout.kind.ORDERED:
+        return inf, kernel  # its values are brought in CSR's order in each step
     flipped = product._replace(
         layout=multiplied_as(product.layout, True), bias=False, residual=False, activation="none"
     )  # fmt: skip

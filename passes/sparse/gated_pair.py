@@ -158,11 +158,11 @@ def _runs_kernels(layer: _Layer, ctx: Context) -> bool:
 def _product(layer: _Layer, ctx: Context) -> Product | None:
     """The layer's numbers; None if they are not known."""
     chain, layout, out = layer.chain, layer.layout, example_of(layer.node)
-    shape, indices = known_sizes(chain.dense), known_sizes(layer.arrays[layout.own - 1])
-    if shape is None or indices is None:
+    shape, stored = known_sizes(chain.dense), known_sizes(chain.sparse)
+    if shape is None or stored is None:
         return None
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
-    entries = torch.Size(indices).numel()
+    entries = torch.Size(stored).numel() // torch.Size(layout.entry).numel()
     return Product.of(layout, entries, False, shape, True, out, *fused, **circumstances(chain, ctx, out.device))
 
 

@@ -90,12 +90,12 @@ def numbers_of(chain: Chain, ctx: Context) -> Product | Refusal:
     problem = problem_of_writes(chain, ctx, *pattern)
     if problem is not None:
         return problem
-    out, shape, indices = example_of(chain.nodes[-1]), known_sizes(chain.dense), known_sizes(pattern[layout.own - 1])
-    if out is None or shape is None or indices is None:
+    out, shape, stored = example_of(chain.nodes[-1]), known_sizes(chain.dense), known_sizes(chain.sparse)
+    if out is None or shape is None or stored is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if out.shape[-1] == 0:
         return refuse(Why.NO_FEATURES)
-    entries = torch.Size(indices).numel()
+    entries = torch.Size(stored).numel() // torch.Size(layout.entry).numel()
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
     return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **circumstances(chain, ctx, out.device))
 

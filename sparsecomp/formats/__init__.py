@@ -1,4 +1,4 @@
-"""Sparse matrices: COO, CSR, CSC, BSR, BCSC, N:M, narrow CSR; conversions between them, batches, files, inspection.
+"""Sparse matrices: COO, CSR, CSC, BSR, BCSC, N:M, narrow CSR, bitmaps; conversions, batches, files, inspection.
 
     csr = CSR.from_dense(weight)
     bsr = csr.to(BSR, block=(16, 16))
@@ -10,6 +10,7 @@
 from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.batch import Ragged, cat, ragged, stack
 from sparsecomp.formats.best_format import BestFormat, FormatEstimate, best
+from sparsecomp.formats.bitmap import BITMAP
 from sparsecomp.formats.bounded_product import bounded_matmul
 from sparsecomp.formats.bsr import BCSC, BSR
 from sparsecomp.formats.coo import COO
@@ -22,6 +23,7 @@ from sparsecomp.formats.statistics import Statistics
 
 __all__ = [
     "BCSC",
+    "BITMAP",
     "BSR",
     "COO",
     "CSC",

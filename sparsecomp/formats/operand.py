@@ -44,6 +44,10 @@ class Operand:
     """Whether entries are blocks, of the last two dimensions of the values; else they are single elements."""
     FILLED: ClassVar[bool] = False
     """Whether a stored zero is no element of the matrix, and not multiplied."""
+    ORDERED: ClassVar[bool] = True
+    """Whether values lie in the order of `entries`, by rows."""
+    ALIGNED: ClassVar[bool] = False
+    """Whether its kernel wants its arrays, and x, to begin at a multiple of 16 bytes."""
     KERNEL: ClassVar[str] = "spmm_csr"
     """The launcher in `sparsecomp.lowering.sparse` that multiplies it: its own, or that of CSR or BSR, which take
     `entries`, all within the shape. The transpose, sorted by rows, goes to one of these."""
@@ -64,9 +68,26 @@ class Operand:
         return (arrays[1].shape[0],)
 
     @classmethod
+    def block_for(cls, block: Block, entries: int) -> Block:
+        """The block of a layout for so many entries, in place of one for others."""
+        return block
+
+    @classmethod
+    def measured_block(cls, arrays: Sequence[Tensor], block: Block) -> Block:
+        """The block with what it says of the contents of these arrays, which is read from the device."""
+        return block
+
+    @classmethod
     def entries(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[Tensor, Tensor]:
         """Pointers and column of each entry, flat, by rows of entries."""
         return arrays[0], arrays[1]
+
+    @classmethod
+    def ordered_entries(
+        cls, arrays: Sequence[Tensor], block: Block, shape: Shape
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """`entries`, and which of the flat values each is, int64; None where they lie in that order."""
+        return *cls.entries(arrays, block, shape), None
 
     @classmethod
     def entry_places(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[Tensor, Tensor]:

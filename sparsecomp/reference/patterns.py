@@ -3,7 +3,8 @@
 A layout is by rows: a matrix stored by columns is the transpose of one stored by rows. Its format says in
 `sparsecomp.formats` what its arrays mean. `csr`: pointers (rows + 1,) and indices (entries,), values (entries,).
 `bsr`: the same of blocks, values (blocks, height, width). `nm`: indices (rows, groups · n) uint8, values alike.
-`narrow`: starts and chunks (rows + 1,), bases (chunks,) and indices (entries,), values alike.
+`narrow`: starts and chunks (rows + 1,), bases (chunks,) and indices (entries,), values alike. `bitmap`: starts
+(chunks + 1,) and heads (chunks, 320), values (entries,) in another order than by rows.
 
 Behind a layout's own arrays a pattern may carry three more, which describe the transposed matrix: pointers, indices,
 and which of the values each of its entries is. Whoever multiplies by the transpose more than once keeps them; an
@@ -27,8 +28,9 @@ class Layout(NamedTuple):
     """What a matrix's arrays are.
 
     Attributes:
-        format: whose own layout it is: "csr", "bsr", "nm", "narrow".
-        block: (height, width) of bsr, (n, m) of nm, (1, 1) of csr and narrow.
+        format: whose own layout it is: "csr", "bsr", "nm", "narrow", "bitmap".
+        block: (height, width) of bsr, (n, m) of nm, (1, 1) of csr and narrow; of bitmap how many values a chunk has
+            room for, 0 where that is not known and on which speed alone depends, and how many there are.
         shape: rows and columns.
         skews: how uneven the rows are, and the columns: "even", "mixed", "skewed" or "extreme", for entries (or blocks)
             a row whose deviation over mean is below 0.5, below 2, below 16, or above. Only speed depends on it.
@@ -112,7 +114,7 @@ def stored_by_rows(matrix: SparseMatrix) -> tuple[Tensor, tuple[Tensor, ...], La
     values, arrays, block, shape = matrix.compact().by_rows()
     kind = layout_kind(matrix.OPERAND)
     skew = skew_of(arrays[0]) if kind.INDICES[0] == "pointers" else "even"
-    return values, arrays, Layout(matrix.OPERAND, block, shape, (skew, "even"))
+    return values, arrays, Layout(matrix.OPERAND, kind.measured_block(arrays, block), shape, (skew, "even"))
 
 
 def layout_of(format: str, block: Sequence[int], shape: Sequence[int], skews: Sequence[str]) -> Layout:
@@ -159,6 +161,12 @@ def check_pattern(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> 
 def stored_shape(pattern: Sequence[Tensor], layout: Layout) -> tuple[int, ...]:
     """Shape of one matrix's values at a pattern's places."""
     return layout.kind.value_shape(pattern, layout.block, layout.shape)
+
+
+def entry_count(pattern: Sequence[Tensor], layout: Layout) -> int:
+    """How many elements or blocks the values of one matrix are."""
+    shape = stored_shape(pattern, layout)
+    return shape[0] if layout.entry else torch.Size(shape).numel()
 
 
 def transposed_arrays(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,7 +227,7 @@ def _columns_of_entries(layout: Layout) -> int:
 
 def guarded(pattern: Sequence[Tensor], layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """The arrays of `kept_transpose` in a pattern; None where there are none, or of another number of entries."""
-    if len(pattern) != layout.own + 4 or pattern[-2].numel() != pattern[layout.own - 1].numel():
+    if len(pattern) != layout.own + 4 or pattern[-2].numel() != entry_count(pattern, layout):
         return None
     return pattern[-4], pattern[-3], pattern[-2], pattern[-1]
 
@@ -248,12 +256,27 @@ def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transp
     kind = layout.kind
     entry = 2 if kind.BLOCKS else 0
     flat = values.flatten(-kind.VALUE_DIMS, -1 - entry)
+    if not kind.ORDERED:
+        flat, pattern, layout = in_order(flat, pattern, layout)
     if not transpose:
-        return CompressedArrays(*kind.entries(pattern, layout.block, layout.shape), flat, layout.shape, layout.skews[0])
+        found = layout.kind.entries(pattern, layout.block, layout.shape)
+        return CompressedArrays(*found, flat, layout.shape, layout.skews[0])
     pointers, indices, order = transposed_arrays(pattern, layout)
     entries = flat.index_select(flat.dim() - 1 - entry, order)
     entries = entries.mT if entry else entries
     return CompressedArrays(pointers, indices, entries, (cols, rows), layout.skews[1])
+
+
+def in_order(
+    values: Tensor, pattern: Sequence[Tensor], layout: Layout
+) -> tuple[Tensor, list[Tensor], Layout]:  # fmt: skip
+    """The same matrix in CSR where its values lie in another order; what is kept of its transpose stays."""
+    if layout.kind.ORDERED:
+        return values, list(pattern), layout
+    pointers, columns, order = layout.kind.ordered_entries(pattern, layout.block, layout.shape)
+    assert order is not None
+    plain = layout._replace(format="csr", block=(1, 1))
+    return values.index_select(-1, order), [pointers, columns, *pattern[layout.own :]], plain
 
 
 def skew_of(pointers: Tensor) -> str:

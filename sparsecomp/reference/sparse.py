@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.formats.indices import lines_of
-from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, elements_of, stored_shape
+from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, stored_shape
 from sparsecomp.reference.precision import accumulator, without_autocast
 
 CHUNK = 2**22
@@ -72,12 +72,14 @@ def sampled(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout, out
 def _sampled_once(a: Tensor, b: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Tensor:
     if layout.entry:
         return sampled_blocks(a, b, pattern, layout)
-    pointers, columns = elements_of(pattern, layout)
+    pointers, columns, order = layout.kind.ordered_entries(pattern, layout.block, layout.shape)
     if layout.padded_shape != layout.shape:
         whole = F.pad(b, (0, 0, 0, layout.padded_shape[1] - layout.shape[1]))
         found = _sampled_elements(a, whole, pointers, columns).masked_fill_(columns >= layout.shape[1], 0)
     else:
         found = _sampled_elements(a, b, pointers, columns)
+    if order is not None:
+        found = torch.empty_like(found).scatter_(0, order, found)
     return found.view(stored_shape(pattern, layout))
 
 

@@ -47,8 +47,9 @@ def product_by_values(
 @torch.compiler.allow_in_graph
 def rows_by_values(sparse: Any, index: Tensor) -> Tensor:
     """`sparsecomp.ops.sparse_rows`."""
-    arrays = by_row_elements(type(sparse), torch.ops.sparsecomp.sparse_rows.default, sparse)
-    return torch.ops.sparsecomp.stored_rows.default(_values_of(sparse).flatten(), index, *arrays, sparse.shape[1])
+    rows = torch.ops.sparsecomp.sparse_rows.default
+    values, arrays, _ = by_row_elements(type(sparse), rows, sparse, _values_of(sparse))
+    return torch.ops.sparsecomp.stored_rows.default(values, index, *arrays, sparse.shape[1])
 
 
 @torch.compiler.allow_in_graph

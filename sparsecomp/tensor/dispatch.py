@@ -18,7 +18,6 @@ from sparsecomp.ops.sparse.linear import sampled_by_rows
 from sparsecomp.ops.sparse.sddmm import run_sddmm
 from sparsecomp.ops.sparse.sparse_matmul import multiplied, product_gradients, save_product
 from sparsecomp.ops.sparse.spmm import run_spmm
-from sparsecomp.reference.patterns import elements_of
 from sparsecomp.tensor.index_arrays import is_traced
 
 aten, ours = torch.ops.aten, torch.ops.sparsecomp
@@ -312,14 +311,15 @@ def _sparse_gather(cls: Any, func: Any, sparse: Any, dense: Tensor) -> Any:
 
 @_implements(ours.sparse_rows.default)
 def _sparse_rows(cls: Any, func: Any, sparse: Any, index: Tensor) -> Tensor:
-    arrays = by_row_elements(cls, func, sparse)
-    return torch.ops.sparsecomp.stored_rows.default(sparse._values.flatten(), index, *arrays, sparse.shape[1])
+    values, arrays, _ = by_row_elements(cls, func, sparse, sparse._values)
+    return torch.ops.sparsecomp.stored_rows.default(values, index, *arrays, sparse.shape[1])
 
 
 @_implements(ours.sparse_rows_gradient.default)
 def _sparse_rows_gradient(cls: Any, func: Any, sparse: Any, index: Tensor, grad: Tensor) -> Any:
-    arrays = by_row_elements(cls, func, sparse)
+    _, arrays, order = by_row_elements(cls, func, sparse, sparse._values)
     found = torch.ops.sparsecomp.stored_rows_gradient.default(grad, index, *arrays, sparse.shape[1])
+    found = found if order is None else torch.empty_like(found).index_copy_(0, order, found)
     return sparse.with_values(found.view(sparse._values.shape))
 
 
@@ -336,9 +336,12 @@ def _by_columns(sparse: Any) -> bool:
     return sparse.pattern.stored_by_columns(sparse._transpose)
 
 
-def by_row_elements(cls: Any, func: Any, sparse: Any) -> tuple[Tensor, Tensor]:
-    """Pointers and columns of elements by rows."""
-    pattern = sparse.pattern
-    if _by_columns(sparse) or pattern.layout.entry:
+def by_row_elements(
+    cls: Any, func: Any, sparse: Any, values: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:  # fmt: skip
+    """Values of elements by rows, their pointers and columns, and which of `values` each is; None where as they lie."""
+    pattern, layout = sparse.pattern, sparse.pattern.layout
+    if _by_columns(sparse) or layout.entry:
         raise no_such_operator(cls, func, (sparse,))
-    return elements_of(pattern.arrays, pattern.layout)
+    pointers, columns, order = layout.kind.ordered_entries(pattern.arrays, layout.block, layout.shape)
+    return values.flatten() if order is None else values.index_select(0, order), (pointers, columns), order

@@ -47,7 +47,7 @@ def densify(model: nn.Module) -> nn.Module:
     for name, layer in layers.items():
         if getattr(layer, "mode", None) is Mode.RESU:
             raise MaskError(f"{name or 'the layer'} is in its RESU phase: commit it first, by RESUCycle or commit_")
-        if isinstance(layer, StoredWeight) and layer.indices.is_meta:
+        if isinstance(layer, StoredWeight) and layer.values.is_meta:
             raise FormatError(f"{name or 'the layer'} is on the meta device, which has no numbers: load it elsewhere")
     kept = {name: why for name, layer in layers.items() if (why := obstacle(layer, _kind(layer)))}
     if kept:

@@ -7,18 +7,19 @@ import torch
 from matrices import of_every_format
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM, cat
+from sparsecomp.formats import BCSC, BITMAP, BSR, COO, CSC, CSR, NARROW, NM, cat
 
 pytestmark = pytest.mark.quick_cases(3)
 
 KINDS = list(of_every_format({
-    COO: {}, CSR: {}, CSC: {}, NARROW: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (2, 3)}, NM: {"n": 2, "m": 4},
+    COO: {}, CSR: {}, CSC: {}, NARROW: {}, BITMAP: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (2, 3)},
+    NM: {"n": 2, "m": 4},
 }).items())  # fmt: skip
 EVERY = pytest.mark.parametrize(
     ("kind", "layout"), KINDS, ids=lambda one: one.__name__ if isinstance(one, type) else ""
 )
 LINES = pytest.mark.parametrize(
-    ("kind", "layout"), KINDS[:4], ids=lambda one: one.__name__ if isinstance(one, type) else ""
+    ("kind", "layout"), KINDS[:5], ids=lambda one: one.__name__ if isinstance(one, type) else ""
 )
 
 
@@ -108,7 +109,7 @@ def test_softmax_of_large_values_and_of_filler():
         atol=1e-3,
         rtol=0,
     )
-    for kind, layout in KINDS[4:]:
+    for kind, layout in KINDS[5:]:
         with pytest.raises(FormatError, match="convert to CSR first"):
             kind.from_dense(dense_of(NM), **layout).softmax()
 

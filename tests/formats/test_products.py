@@ -13,12 +13,13 @@ from torch import Tensor
 
 from sparsecomp import SparseTensor
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix, stack
+from sparsecomp.formats import BCSC, BITMAP, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix, stack
 
 pytestmark = pytest.mark.quick_cases(1)
 
 KINDS = of_every_format({
     CSR: {}, CSC: {}, COO: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (3, 2)}, NM: {"n": 2, "m": 4}, NARROW: {},
+    BITMAP: {},
 })  # fmt: skip
 EVERY = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 

@@ -128,7 +128,7 @@ def test_a_layout_takes_pairs(place):
 
 @pytest.mark.parametrize("format", ["CSR", "csc", "coo", "bcsc", "no such"])
 def test_only_a_format_by_rows_is_a_layout(format):
-    with pytest.raises(FormatError, match="needs one of bsr, csr, narrow, nm"):
+    with pytest.raises(FormatError, match="needs one of bitmap, bsr, csr, narrow, nm"):
         _ = Layout(format, (1, 1), (5, 8)).kind
 
 

@@ -33,6 +33,7 @@ def small_products_stay_sparse(monkeypatch):
 FORMATS: dict[str, dict[str, Any]] = of_every_format({
     "CSR": {"sparsity": 0.5}, "COO": {"sparsity": 0.5}, "CSC": {"sparsity": 0.5}, "NM": {"n": 2, "m": 4},
     "BSR": {"block": 2, "sparsity": 0.5}, "BCSC": {"block": 2, "sparsity": 0.5}, "NARROW": {"sparsity": 0.5},
+    "BITMAP": {"sparsity": 0.5},
 })  # fmt: skip
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(3))
 

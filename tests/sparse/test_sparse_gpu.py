@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import sparsecomp
 from bench.sparse.matrices import read
 from sparsecomp import formats
-from sparsecomp.formats import BSR, COO, CSR, NARROW, NM
+from sparsecomp.formats import BITMAP, BSR, COO, CSR, NARROW, NM
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops import sddmm, spmm
 from sparsecomp.tensor.index_arrays import IndexArrays
@@ -29,7 +29,7 @@ TOLERANCE = {F64: 1e-13, F32: 2e-6, F16: 1e-3, BF16: 8e-3}
 BLOCK = {"block": (16, 16), "sparsity": 0.5}
 LAYOUTS = of_every_format({
     "COO": {"sparsity": 0.8}, "CSR": {"sparsity": 0.8}, "CSC": {"sparsity": 0.8}, "BSR": BLOCK, "BCSC": BLOCK,
-    "NM": {"n": 2, "m": 4}, "NARROW": {"sparsity": 0.8},
+    "NM": {"n": 2, "m": 4}, "NARROW": {"sparsity": 0.8}, "BITMAP": {"sparsity": 0.8},
 })  # fmt: skip
 GPU = DEVICES[1]
 
@@ -233,7 +233,7 @@ def operands(kind: str, dtype: torch.dtype, device: str):
         dense = torch.zeros(32, 12, 4).scatter(-1, places, torch.randn(32, 12, 2)).flatten(1)
         matrix = NM.from_dense(dense, n=2, m=4)
     else:
-        matrix = {"csr": CSR, "narrow": NARROW}[kind].from_dense(dense)
+        matrix = {"csr": CSR, "narrow": NARROW, "bitmap": BITMAP}[kind].from_dense(dense)
     values, pattern = IndexArrays.of(matrix.with_values(matrix.values.to(dtype)).to_device(device))
     pattern.keep_transposed()
     return dense.to(dtype).double(), values, list(pattern.operands()), pattern.layout
@@ -241,7 +241,7 @@ def operands(kind: str, dtype: torch.dtype, device: str):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
-@pytest.mark.parametrize("kind", of_every_layout(dict.fromkeys(("csr", "bsr", "nm", "narrow"))))
+@pytest.mark.parametrize("kind", of_every_layout(dict.fromkeys(("csr", "bsr", "nm", "narrow", "bitmap"))))
 def test_graphs_of_the_operators_replay_on_new_values(kind, dtype, device):
     dense, values, pattern, layout = operands(kind, dtype, device)
     a, b, right, residual = (

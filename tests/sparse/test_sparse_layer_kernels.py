@@ -10,7 +10,7 @@ from matrices import of_every_layout
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BSR, CSR, NARROW, NM, SparseMatrix
+from sparsecomp.formats import BITMAP, BSR, CSR, NARROW, NM, SparseMatrix
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.sparse import layer as sparse_layer
 from sparsecomp.tensor.index_arrays import IndexArrays
@@ -23,6 +23,7 @@ sparse_linear, dense_linear, _ = (
 OPS = torch.ops.sparsecomp
 KINDS: dict[str, tuple[type[SparseMatrix], dict[str, Any]]] = of_every_layout({
     "csr": (CSR, {}), "bsr": (BSR, {"block": (16, 16)}), "nm": (NM, {"n": 2, "m": 4}), "narrow": (NARROW, {}),
+    "bitmap": (BITMAP, {}),
 })  # fmt: skip
 ROWS, COLUMNS = 16, 32
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.float64: 1e-12}

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from sparsecomp import SparseTensor, ops
 from sparsecomp.errors import FormatError, SparseOperatorError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix
+from sparsecomp.formats import BCSC, BITMAP, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.tensor.index_arrays import IndexArrays
 
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.quick_cases(2)
 
 LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = of_every_format({
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
-    BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4}, NARROW: {"sparsity": 0.5},
+    BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4}, NARROW: {"sparsity": 0.5}, BITMAP: {"sparsity": 0.5},
 })  # fmt: skip
-FEW = (CSR, CSC, BSR, NM, NARROW)
+FEW = (CSR, CSC, BSR, NM, NARROW, BITMAP)
 
 
 def layer_of(format: type[SparseMatrix] = CSR, seed: int = 0, rows: int = 6, cols: int = 8) -> SparseLinear:

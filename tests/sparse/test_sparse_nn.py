@@ -28,14 +28,14 @@ from torch.optim import swa_utils
 
 from sparsecomp import SparseTensor, load_state_dict, optimize
 from sparsecomp.errors import CheckpointError, FormatError, InputError, MaskError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix
+from sparsecomp.formats import BCSC, BITMAP, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix
 from sparsecomp.nn import SparseEmbedding, SparseLinear, wrap_module
 
 pytestmark = pytest.mark.quick_cases(2)
 
 LAYOUTS: dict[type[SparseMatrix], dict[str, Any]] = of_every_format({
     CSR: {"sparsity": 0.5}, CSC: {"sparsity": 0.5}, COO: {"sparsity": 0.5}, BSR: {"block": (2, 4), "sparsity": 0.5},
-    BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4}, NARROW: {"sparsity": 0.5},
+    BCSC: {"block": 2, "sparsity": 0.5}, NM: {"n": 2, "m": 4}, NARROW: {"sparsity": 0.5}, BITMAP: {"sparsity": 0.5},
 })  # fmt: skip
 
 

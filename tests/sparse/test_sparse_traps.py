@@ -15,15 +15,16 @@ from torch import Tensor
 from bench.sparse.matrices import read
 from sparsecomp import SparseTensor, _compat
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix
+from sparsecomp.formats import BCSC, BITMAP, BSR, COO, CSC, CSR, NARROW, NM, SparseMatrix
 from sparsecomp.ops import Layout, sddmm, spmm
 from sparsecomp.reference.patterns import elements_of
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 FORMATS: dict[type[SparseMatrix], dict[str, object]] = of_every_format({
     COO: {}, CSR: {}, CSC: {}, BSR: {"block": (2, 3)}, BCSC: {"block": (3, 2)}, NM: {"n": 4, "m": 4}, NARROW: {},
+    BITMAP: {},
 })  # fmt: skip
-KINDS = of_every_layout({CSR: {}, BSR: {"block": (2, 3)}, NM: {"n": 4, "m": 4}, NARROW: {}})
+KINDS = of_every_layout({CSR: {}, BSR: {"block": (2, 3)}, NM: {"n": 4, "m": 4}, NARROW: {}, BITMAP: {}})
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from bench.sparse.matrices import read
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BSR, CSR, NARROW, NM, SparseMatrix
+from sparsecomp.formats import BITMAP, BSR, CSR, NARROW, NM, SparseMatrix
 from sparsecomp.formats.indices import lines_of, searched_lines
 from sparsecomp.ops import Layout, sddmm, sparse_matmul, spmm
 from sparsecomp.ops.sparse.linear import sparse_linear
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.quick_cases(2)
 KINDS = of_every_layout({
     "csr": (CSR, {}), "bsr": (BSR, {"block": (2, 3)}), "nm": (NM, {"n": 4, "m": 4}), "2:4": (NM, {"n": 2, "m": 4}),
     "narrow": (NARROW, {}),
+    "bitmap": (BITMAP, {}),
 })  # fmt: skip
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

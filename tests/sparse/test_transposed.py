@@ -14,7 +14,7 @@ from torch import Tensor
 from write_matrix import WRITES
 
 from sparsecomp import SparseTensor
-from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NARROW, NM
+from sparsecomp.formats import BCSC, BITMAP, BSR, COO, CSC, CSR, NARROW, NM
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.reference.patterns import Layout, kept_transpose, transposed_arrays
@@ -25,6 +25,7 @@ pytestmark = pytest.mark.quick_cases(2)
 FORMATS = of_every_format({
     "CSR": (CSR, {}), "CSC": (CSC, {}), "COO": (COO, {}), "BSR": (BSR, {"block": (2, 3)}),
     "BCSC": (BCSC, {"block": (2, 3)}), "NM": (NM, {"n": 2, "m": 4}), "NARROW": (NARROW, {}),
+    "BITMAP": (BITMAP, {}),
 })  # fmt: skip
 BY_FORMAT = pytest.mark.parametrize("format", FORMATS)
 ROWS, COLS = 9, 14  # COLS is no multiple of 3 nor 4: blocks and groups reach beyond the shape

@@ -57,7 +57,7 @@ class StoredWeight(nn.Module):
     Attributes:
         values: the stored numbers, a parameter: (entries,), (blocks, height, width) or (rows, groups · n).
         pointers, indices: buffers, as `sparsecomp.reference.patterns` describes them. N:M has no pointers,
-            NARROW has `starts`, `chunks` and `bases` in their place.
+            NARROW has `starts`, `chunks` and `bases` in their place, BITMAP `starts` and `heads` in place of both.
         transposed_pointers, transposed_indices, transposed_order, transposed_source: buffers that follow from those, of
             `sparsecomp.reference.patterns.kept_transpose`, and are in no checkpoint; None where no product needs them.
         format: name of the class in `sparsecomp.formats`.
@@ -120,8 +120,14 @@ class StoredWeight(nn.Module):
             padded = self._padded(name, given)
             self._make_room(name, padded)
             getattr(self, name).copy_(padded)
-        self._derive(IndexArrays(self.format, self._layout, tuple(self._own())), measured=False)
+        layout = self._layout._replace(block=self._block_for(values))
+        self._layout, self._written = layout, layout.written()
+        self._derive(IndexArrays(self.format, layout, tuple(self._own())), measured=False)
         self._remember()
+
+    def _block_for(self, values: Tensor) -> tuple[int, int]:
+        """The layout's block for these values."""
+        return self._layout.kind.block_for(self._layout.block, values.shape[0])
 
     def reserve(self, capacity: int) -> None:
         """Have room for so many entries, so that a change of the pattern to as many or fewer compiles nothing again.
@@ -155,7 +161,7 @@ class StoredWeight(nn.Module):
 
     def _remember(self) -> None:
         """Which arrays are described. Somebody may write to them, which each product sees by itself."""
-        self._described = self.indices, self.transposed_order
+        self._described = self._last, self.transposed_order
 
     def _derive(self, pattern: IndexArrays, measured: bool = True) -> None:
         # what is there stays that of the pattern: a gradient by x reads it, frozen values or not
@@ -174,7 +180,7 @@ class StoredWeight(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         described = self._is_described()
-        with moved_whole(self, _TRANSPOSED, lambda: self.indices.device):
+        with moved_whole(self, _TRANSPOSED, lambda: self._last.device):
             super()._apply(fn, recurse)
         if described:
             self._remember()
@@ -182,7 +188,12 @@ class StoredWeight(nn.Module):
 
     def _is_described(self) -> bool:
         """Whether the index arrays are those that `_describe` was given, and none of `torch.func.functional_call`."""
-        return self.indices is self._described[0]
+        return self._last is self._described[0]
+
+    @property
+    def _last(self) -> Tensor:
+        """The last of the index arrays."""
+        return getattr(self, self._names[-1])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -212,7 +223,7 @@ class StoredWeight(nn.Module):
     @property
     def _entries(self) -> int:
         """How many there are; reads from the device where there is room for more."""
-        return int(self.pointers[-1]) if self.capacity and not self.pointers.is_meta else self.indices.numel()
+        return int(self.pointers[-1]) if self.capacity and not self.pointers.is_meta else self.values.shape[0]
 
     def _compact(self, name: str, array: Tensor) -> Tensor:
         """One of the arrays without spare capacity."""
@@ -340,7 +351,7 @@ class StoredWeight(nn.Module):
         if sparse:
             values, pattern = IndexArrays.of(weight.matrix)
             return {"values": values, **dict(zip(self._names, pattern.arrays, strict=True))}
-        if self.indices.is_meta:
+        if self._last.is_meta:
             raise FormatError(
                 f"the checkpoint's weight is dense and the layer, {self.format} {self.shape}, is on the meta device, "
                 "where it has no pattern: make the layer elsewhere"
@@ -421,11 +432,12 @@ class StoredWeight(nn.Module):
         Raises:
             FormatError: they are no compact matrix of this format and shape.
         """
-        layout = self._layout._replace(skews=("even", "even"))
+        layout = self._layout._replace(skews=("even", "even"), block=self._block_for(values))
         pattern = IndexArrays(self.format, layout, arrays)
-        pattern.matrix(values.detach(), False).validate()
+        matrix = pattern.matrix(values.detach(), False)
+        matrix.validate()
         if "pointers" not in self._names:
-            return pattern
+            return IndexArrays.of(matrix)[1]
         pointers, entries = arrays[0], arrays[1].numel()
         if (int(pointers[0]), int(pointers[-1])) != (0, entries):
             raise FormatError(f"{entries} entries but pointers to other ones: save a compact matrix in the checkpoint")

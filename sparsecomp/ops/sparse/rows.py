@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import differentiable, implement, library
-from sparsecomp.reference.patterns import Layout, elements_of
+from sparsecomp.reference.patterns import Layout
 from sparsecomp.reference.precision import accumulator
 
 library.define("sparse_rows(Tensor sparse, Tensor index) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -45,8 +45,9 @@ def stored_rows(index: Tensor, values: Tensor, pattern: Sequence[Tensor], layout
     """
     if not isinstance(index, Tensor):
         raise FormatError(f"index is a {type(index).__name__}, needs a tensor of int32 or int64")
-    pointers, columns = elements_of(pattern, layout)
-    return torch.ops.sparsecomp.stored_rows.default(values.flatten(), index, pointers, columns, layout.shape[1])
+    pointers, columns, order = layout.kind.ordered_entries(pattern, layout.block, layout.shape)
+    flat = values.flatten() if order is None else values.index_select(0, order)
+    return torch.ops.sparsecomp.stored_rows.default(flat, index, pointers, columns, layout.shape[1])
 
 
 def _dense(sparse, index):

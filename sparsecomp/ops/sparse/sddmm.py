@@ -13,7 +13,7 @@ from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.spmm import is_by_column, spmm
 from sparsecomp.reference import sparse as sparse_reference
-from sparsecomp.reference.patterns import Layout, elements_of, layout_of, stored_shape
+from sparsecomp.reference.patterns import Layout, layout_of, stored_shape
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 library.define(
@@ -79,11 +79,12 @@ def _cuda(a, b, pattern, format, block, shape, skews, scale):
         pointers, columns = pattern[0].contiguous(), pattern[1].contiguous()
         lowered.sddmm(pointers, columns, a, b, out, scale=scale, skew=layout.skews[0])
         return out
-    pointers, columns = elements_of(pattern, layout)
+    pointers, columns, order = layout.kind.ordered_entries(pattern, layout.block, layout.shape)
     inside = columns < layout.shape[1]
     flat = out.flatten(-layout.kind.VALUE_DIMS)
     lowered.sddmm(pointers, columns.clamp(max=max(layout.shape[1] - 1, 0)), a, b, flat, scale=scale)
-    return flat.masked_fill_(~inside, 0).view(size)
+    flat.masked_fill_(~inside, 0)
+    return flat.view(size) if order is None else out.index_copy(-1, order, flat)
 
 
 def _fake(a, b, pattern, format, block, shape, skews, scale):

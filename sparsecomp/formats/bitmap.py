@@ -1,0 +1,203 @@
+"""Bitmap: values in the order in which a kernel decodes them, and a bit for each place.
+
+For weights of 40 to 90 % zeros, whose bytes are the time of a product with few rows: with half precision CSR takes six
+bytes a value and NARROW three; this takes two and, at 70 % zeros, half a byte.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparsecomp.errors import FormatError
+from sparsecomp.formats.base import SparseMatrix
+from sparsecomp.formats.checks import Invariant, check_shape, check_tensor, check_values, require
+from sparsecomp.formats.compressed import Compressed
+from sparsecomp.formats.csr import CSR
+from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for, pointers_of, sorted_keys, sorted_pairs, take
+from sparsecomp.formats.lanes import (
+    SIZE,
+    begins_of,
+    chunk_count,
+    chunks_at,
+    entries_of,
+    head_bytes,
+    lane_elements,
+    lane_places,
+)
+from sparsecomp.formats.operand import Block, ByRows, Shape
+from sparsecomp.formats.triplets import Triplets
+
+
+class BITMAP(SparseMatrix):
+    """Values by chunks of 16 rows and 128 columns, in each as `sparsecomp.formats.lanes` says, with a bit a place.
+
+    Attributes:
+        starts: (chunks + 1,) int32 or int64: chunk c's values are those from starts[c] to starts[c + 1] - 1.
+        heads: (chunks, 320) uint8: where the values of its 32 lanes begin, int16, and a bit for each of its places.
+        values: (entries,) or (batch, entries), by chunk, lane, tile and place.
+        shape: rows and columns; chunks = ceil(rows / 16) · ceil(columns / 128).
+
+    A kernel copies the 16 bytes around what it needs: up to 14 before and behind `values`, within the memory's pages.
+    """
+
+    ARRAYS = ("starts", "heads", "values")
+    OPERAND = "bitmap"
+    INDICES = ("starts", "heads")
+    ORDERED = False
+    ALIGNED = True
+    KERNEL = "bitmap"
+
+    def __init__(self, starts: Tensor, heads: Tensor, values: Tensor, shape: tuple[int, int]) -> None:
+        self.starts, self.heads, self.values, self.shape = starts, heads, values, shape
+
+    @classmethod
+    def from_arrays(
+        cls, starts: Tensor, heads: Tensor, values: Tensor, shape: tuple[int, int], *, check: bool = True
+    ) -> Self:
+        """The matrix in these arrays, which are kept and not copied.
+
+        Args:
+            starts, heads, values, shape: see the class.
+            check: False skips validation; wrong arrays then give wrong results.
+
+        Raises:
+            FormatError: the first invariant that is broken.
+        """
+        matrix = cls(starts, heads, values, check_shape(shape))
+        if check:
+            matrix.validate()
+        return matrix
+
+    def _check_arrays(self) -> None:
+        check_shape(self.shape)
+        check_values("values", self.values, 1)
+        chunks, entries = chunk_count(self.shape), self.values.shape[-1]
+        index = (torch.int32, torch.int64) if index_dtype_for(entries) is torch.int32 else (torch.int64,)
+        kinds = (
+            ("starts", self.starts, (chunks + 1,), index), ("heads", self.heads, (chunks, head_bytes()), (torch.uint8,))
+        )  # fmt: skip
+        for name, array, shape, dtypes in kinds:
+            check_tensor(name, array)
+            if array.shape != shape or array.dtype not in dtypes or array.device != self.device:
+                raise FormatError(
+                    f"{name} is {tuple(array.shape)} {array.dtype} on {array.device}, needs {shape}, "
+                    f"{' or '.join(map(str, dtypes))} on {self.device}"
+                )
+        bad = torch.cat([self.starts[:1] != 0, self.starts.diff() < 0, self.starts[-1:] != entries])
+        require([Invariant("starts must ascend from 0 to the number of values", bad, lambda at: f"not so at {at}")])
+
+    def _check_order(self) -> None:
+        places = entries_of(self.heads)
+        row, col = lane_elements(places, self.shape[1])
+        starts, heads = chunks_at(places, self.heads.shape[0])
+        begins = (begins_of(heads) != begins_of(self.heads)).any(1)
+        require(
+            [
+                Invariant(
+                    "a chunk must have a bit for each of its values", starts.diff() != self.starts.diff(),
+                    lambda at: f"{int(starts.diff()[at])} for {int(self.starts.diff()[at])} in chunk {at}",
+                ),
+                Invariant("heads must say where each lane begins", begins, lambda at: f"not so in chunk {at}"),
+                Invariant(
+                    f"what is stored must lie in the shape {self.shape}",
+                    (row >= self.shape[0]) | (col >= self.shape[1]),
+                    lambda at: f"value {at} is in row {int(row[at])} and column {int(col[at])}",
+                ),
+            ]
+        )  # fmt: skip
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """dtype of `starts`."""
+        return self.starts.dtype
+
+    # -- how operators take it
+
+    @classmethod
+    def value_shape(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[int, ...]:
+        """(entries,), which the block says."""
+        return (block[1],)
+
+    @classmethod
+    def block_for(cls, block: Block, entries: int) -> Block:
+        """The same room for a chunk."""
+        return block[0], entries
+
+    @classmethod
+    def measured_block(cls, arrays: Sequence[Tensor], block: Block) -> Block:
+        """With room for the longest chunk, or somewhat more, so that weights that are alike have one layout."""
+        starts = arrays[0]
+        longest = SIZE if starts.is_meta else int(starts.diff().max()) if starts.numel() > 1 else 0
+        return min(max(-(-longest // _STEP), 1) * _STEP, SIZE), block[1]
+
+    @classmethod
+    def entries(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[Tensor, Tensor]:
+        """CSR's pointers and columns; nothing is read from a GPU."""
+        return cls.ordered_entries(arrays, block, shape)[:2]
+
+    @classmethod
+    def ordered_entries(
+        cls, arrays: Sequence[Tensor], block: Block, shape: Shape
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """CSR's pointers and columns, and which of the values each is; nothing is read from a GPU."""
+        starts = arrays[0]
+        row, col = cls.entry_places(arrays, block, shape)
+        keys, order = sorted_keys(row * shape[1] + col, shape[0] * shape[1])
+        width = max(shape[1], 1)
+        return pointers_of(keys // width, shape[0], starts.dtype), (keys % width).to(starts.dtype), order
+
+    @classmethod
+    def entry_places(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[Tensor, Tensor]:
+        """Row and column of each value, int64; nothing is read from a GPU."""
+        return lane_elements(entries_of(arrays[1], block[1]), shape[1])
+
+    def by_rows(self) -> ByRows:
+        """Its arrays, and how many values there are; the longest chunk is not looked for."""
+        return ByRows(self.values, (self.starts, self.heads), (0, self.values.shape[-1]), self.shape)
+
+    @classmethod
+    def of_rows(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Self:
+        """The matrix of these arrays, which it shares."""
+        starts, heads = arrays
+        return cls(starts, heads, values, shape)
+
+    @property
+    def mT(self) -> Compressed:
+        """The transposed matrix as CSC, in whose order the values are copied."""
+        return self.to(CSR).mT
+
+    def to_torch(self) -> Tensor:
+        """A torch tensor in CSR layout."""
+        return self.to(CSR).to_torch()
+
+    def to_scipy(self) -> Any:
+        """A `scipy.sparse.csr_array`; otherwise as `CSR.to_scipy`."""
+        return self.to(CSR).to_scipy()
+
+    @classmethod
+    def _from_triplets(
+        cls, elements: Triplets, index_dtype: torch.dtype | None, at_least: torch.dtype, **layout: Any
+    ) -> Self:
+        row, col, values, shape = elements
+        chunks = chunk_count(shape)
+        places, order = sorted_keys(lane_places(row, col, shape[1]), chunks * SIZE)
+        starts, heads = chunks_at(places, chunks)
+        dtype = choose_index_dtype(index_dtype, at_least, *shape, row.numel())
+        return cls(starts.to(dtype), heads, values.index_select(-1, order), shape)
+
+    def _triplets(self) -> Triplets:
+        row, col = (one.to(self.index_dtype) for one in self._positions())
+        row, col, order = sorted_pairs(row, col, self.shape)
+        return Triplets(row, col, take(self.values, -1, order), self.shape)
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        return self.entry_places((self.starts, self.heads), (0, self.values.shape[-1]), self.shape)
+
+    def _cast(self, index_dtype: torch.dtype) -> Self:
+        return self if index_dtype is self.index_dtype else self._with(starts=self.starts.to(index_dtype))
+
+
+_STEP = 64
+"""Values that a chunk has room for, or a multiple: 128 bytes of half precision."""
