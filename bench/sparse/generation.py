@@ -20,11 +20,14 @@ from bench.parallel import measured
 from bench.table import markdown_grid
 from bench.timing import wait
 from sparsecomp import Unstructured
-from sparsecomp.formats import NARROW
+from sparsecomp.formats import BITMAP, NARROW, SparseMatrix
 
 STOCK = ("stock", "stock, max-autotune")
-OURS: dict[str, dict[str, Any]] = {"sparsecomp": {}, "sparsecomp, one weight": {"memory": "low"}}
-"""Options beside the promise; by default a layer that is faster dense keeps a dense copy."""
+OURS: dict[str, tuple[type[SparseMatrix], dict[str, Any]]] = {
+    "sparsecomp": (NARROW, {}), "sparsecomp, one weight": (NARROW, {"memory": "low"}),
+    "sparsecomp, one bitmap": (BITMAP, {"memory": "low"}),
+}  # fmt: skip
+"""Formats, and options beside the promise; by default a layer that is faster dense keeps a dense copy."""
 BATCHES = (1, 8)
 ZEROS = (0.5, 0.7, 0.9)
 PROMPT, CACHE, STEPS = 32, 256, 64
@@ -70,9 +73,10 @@ def run(workers: int = 6) -> Iterator[dict[str, Any]]:
 def prepared(case: Case, device: str = "cuda") -> Callable[[], dict[str, Any]]:
     """What measures a case."""
     model = _model(device)
-    sparsecomp.sparsify(model, Unstructured(case.zeros, format=NARROW))
+    format, beside = OURS.get(case.who, (NARROW, {}))
+    sparsecomp.sparsify(model, Unstructured(case.zeros, format=format))
     if case.who in OURS:
-        options = {"mode": "reduce-overhead", "frozen": True, **OURS[case.who]}
+        options = {"mode": "reduce-overhead", "frozen": True, **beside}
         chosen, how = model, {"backend": "sparsecomp", "options": options}
     else:
         chosen, how = sparsecomp.densify(model), {"mode": case.who.partition(", ")[2] or "reduce-overhead"}

@@ -18,8 +18,11 @@ from sparsecomp.lowering.launch.launch import aligned
 from sparsecomp.lowering.launch.strided import dtype_name, name_of
 from sparsecomp.lowering.sparse import spmm_csr
 from sparsecomp.lowering.sparse.bitmap_linear import BITMAP_LINEAR, BitmapLinear, random_longest
+from sparsecomp.lowering.sparse.bitmap_places import csr_matrix, read_dense, written_dense
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.patterns import Layout
+
+__all__ = ["csr_matrix", "multiply", "operations", "problem_of", "read_dense", "written_dense"]
 
 
 def multiply(
@@ -36,7 +39,7 @@ def multiply(
             beside = finish.get("bias"), finish.get("residual")
             dispatch.launch(BITMAP_LINEAR, problem, *given, *beside, out)
             return
-    spmm_csr.multiply(values, pattern, layout, transpose, dense, out, **finish)
+    spmm_csr.multiply(*csr_matrix(values, pattern, layout), transpose, dense, out, **finish)
 
 
 _USUAL: dict[str, Any] = {"bias": None, "bias_axis": "column", "residual": None, "activation": "none", "scale": 1.0}

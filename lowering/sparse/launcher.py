@@ -20,8 +20,9 @@ from sparsecomp.reference.patterns import Layout
 class Launcher(Protocol):
     """What a launcher's module defines.
 
-    One may have `csr_pattern(pattern, layout)` besides, which makes CSR's own arrays of a format's and gives them with
-    their layout: a weight is then written out, and transposed, by CSR's kernels.
+    One may have `csr_matrix(values, pattern, layout)` besides, which makes CSR's own arrays of a format's and gives
+    them with their layout: a weight is then transposed, and written out, by CSR's kernels. One that has
+    `written_dense(values, pattern, layout)` and `read_dense(dense, pattern, layout, out)` writes it out itself.
     """
 
     def multiply(
@@ -73,7 +74,14 @@ def multiplied_as(layout: Layout, transpose: bool = False) -> Layout:
     return Layout(general.OPERAND, (width, height), (cols, rows), (layout.skews[1], layout.skews[0]))
 
 
-def as_csr(pattern: Sequence[Tensor], layout: Layout) -> tuple[Sequence[Tensor], Layout]:
-    """A pattern as CSR's own arrays where its format's launcher can make them; others as they are."""
-    made = None if layout.plain else getattr(launcher_of(layout), "csr_pattern", None)
-    return (pattern, layout) if made is None else made(pattern, layout)
+def as_csr(
+    values: Tensor, pattern: Sequence[Tensor], layout: Layout
+) -> tuple[Tensor, Sequence[Tensor], Layout]:  # fmt: skip
+    """A matrix as CSR where its format's launcher can make that; others as they are."""
+    made = None if layout.plain else getattr(launcher_of(layout), "csr_matrix", None)
+    return (values, pattern, layout) if made is None else made(values, pattern, layout)
+
+
+def writes_itself(layout: Layout) -> bool:
+    """Whether a launcher of the format's own writes a matrix out dense, and reads one at its places."""
+    return not layout.plain and hasattr(launcher_of(layout), "written_dense")

@@ -75,7 +75,7 @@ def multiply(
 ) -> None:  # fmt: skip
     """As `Launcher.multiply`."""
     if values.dim() > 1 or dense.dim() > 2 or dense.shape[-1] > MOST:
-        spmm_csr.multiply(values, *csr_pattern(pattern, layout), transpose, dense, out, **finish)
+        spmm_csr.multiply(*csr_matrix(values, pattern, layout), transpose, dense, out, **finish)
     elif out.numel():
         values, arrays = values.contiguous(), [array.contiguous() for array in pattern[: layout.own]]
         described = output_of(out, *(finish.get(name, usual) for name, usual in _USUAL.items()))
@@ -87,7 +87,9 @@ def multiply(
 _USUAL: dict[str, Any] = {"bias": None, "bias_axis": "column", "residual": None, "activation": "none", "scale": 1.0}
 
 
-def csr_pattern(pattern: Sequence[Tensor], layout: Layout) -> tuple[list[Tensor], Layout]:
+def csr_matrix(
+    values: Tensor, pattern: Sequence[Tensor], layout: Layout
+) -> tuple[Tensor, list[Tensor], Layout]:  # fmt: skip
     """The same matrix in CSR, whose columns are made in each call; what is kept of its transpose stays."""
     starts, chunks, bases, indices = (array.contiguous() for array in pattern[: layout.own])
     columns = torch.empty(indices.shape, dtype=starts.dtype, device=indices.device)
@@ -95,7 +97,7 @@ def csr_pattern(pattern: Sequence[Tensor], layout: Layout) -> tuple[list[Tensor]
         kinds = (array.dtype for array in (starts, bases, indices))
         launch = _columns(starts.device, layout.shape[0], indices.numel(), *kinds)
         launch(starts, chunks, bases, indices, columns)
-    return [starts, columns, *pattern[layout.own :]], layout._replace(format="csr")
+    return values, [starts, columns, *pattern[layout.own :]], layout._replace(format="csr")
 
 
 @lru_cache(maxsize=4096)

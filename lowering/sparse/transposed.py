@@ -13,7 +13,7 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import contiguous_strides
 from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.lowering.sparse.launcher import as_csr
-from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, guarded, in_order
+from sparsecomp.reference.patterns import CompressedArrays, Layout, compressed, guarded
 
 _Kind = tuple[torch.dtype, torch.Size]
 
@@ -23,7 +23,7 @@ def transposed_matrix(values: Tensor, pattern: Sequence[Tensor], layout: Layout)
 
     Its kernel knows pointers and indices, or N:M's indices: a format of other arrays is taken as CSR.
     """
-    values, pattern, layout = in_order(values, *as_csr(pattern, layout))
+    values, pattern, layout = as_csr(values, pattern, layout)
     kept = guarded(pattern, layout)
     if kept is None:
         return compressed(values, pattern, layout, True)

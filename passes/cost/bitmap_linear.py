@@ -1,5 +1,6 @@
 """Whether an unstructured layer of few rows is the fastest by a bitmap with its values, its host included."""
 
+from sparsecomp.formats import BITMAP
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.sparse.bitmap_linear import BITMAP_LINEAR, BitmapLinear, random_longest, takes_bitmap
 from sparsecomp.lowering.tuning.cards import Card
@@ -16,7 +17,8 @@ def decide(product: Product, rivals: Decision) -> tuple[Decision, int] | None:
     """The faster way by estimate, if that is by a bitmap, and how many neighbours share a bit of it.
 
     Args:
-        product: of a weight that stays as it is, and of which a copy may be kept.
+        product: of a weight that stays as it is, and of which a copy may be kept. One that is a bitmap itself is among
+            the rivals by what it stores.
         rivals: what was decided without.
     """
     p = product
@@ -28,12 +30,14 @@ def decide(product: Product, rivals: Decision) -> tuple[Decision, int] | None:
     found: list[tuple[float, int, str]] = []
     for grain in OFFERED:
         time, kernel = bitmap_time(p, grain, device, card)
-        found += [(p.waited(time), grain, kernel)] if kernel else []
+        stored = grain == 1 and p.layout.format == BITMAP.OPERAND
+        found += [(p.waited(time), grain, kernel)] if kernel and not stored else []
     if not found:
         return None
     seconds, grain, kernel = min(found)
-    decision = fastest({**rivals.seconds, kernel: seconds})
-    return (decision, grain) if decision.implementation == kernel else None
+    name = f"{kernel} by twos" if kernel in rivals.seconds else kernel
+    decision = fastest({**rivals.seconds, name: seconds})
+    return (decision, grain) if decision.implementation == name else None
 
 
 def bitmap_time(product: Product, grain: int, device: Device, card: Card) -> tuple[Time, str]:

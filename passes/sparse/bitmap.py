@@ -33,7 +33,7 @@ def bitmap_plan(
         pattern: nodes of the index arrays of its layout.
         kept: what values and index arrays hold, and are promised to hold.
     """
-    chosen = None if chain.flip or layout.format not in ("csr", "narrow") else decide(product, rivals)
+    chosen = None if chain.flip or layout.format not in ("csr", "narrow", "bitmap") else decide(product, rivals)
     if chosen is None:
         return None
     decision, grain = chosen

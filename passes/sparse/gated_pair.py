@@ -145,8 +145,8 @@ def _layer_of(node: Any) -> _Layer | None:
             return _Layer(chain, layout, tuple(pattern[: layout.own]))
     if node.target is _BITMAP:
         x, values, pattern, written, copy, grain, _, bias, residual, activation = arguments
-        chain = Chain((node,), values, False, x, True, bias, residual, activation)
-        return _Layer(chain, Layout.read(written), tuple(pattern), tuple(copy), grain)
+        chain, layout = Chain((node,), values, False, x, True, bias, residual, activation), Layout.read(written)
+        return _Layer(chain, layout, tuple(pattern), tuple(copy), grain) if layout.format in PAIRS else None
     return None
 
 

@@ -257,7 +257,7 @@ def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transp
     entry = 2 if kind.BLOCKS else 0
     flat = values.flatten(-kind.VALUE_DIMS, -1 - entry)
     if not kind.ORDERED:
-        flat, pattern, layout = in_order(flat, pattern, layout)
+        flat, pattern, layout = ordered_by_rows(flat, pattern, layout)
     if not transpose:
         found = layout.kind.entries(pattern, layout.block, layout.shape)
         return CompressedArrays(*found, flat, layout.shape, layout.skews[0])
@@ -267,7 +267,7 @@ def compressed(values: Tensor, pattern: Sequence[Tensor], layout: Layout, transp
     return CompressedArrays(pointers, indices, entries, (cols, rows), layout.skews[1])
 
 
-def in_order(
+def ordered_by_rows(
     values: Tensor, pattern: Sequence[Tensor], layout: Layout
 ) -> tuple[Tensor, list[Tensor], Layout]:  # fmt: skip
     """The same matrix in CSR where its values lie in another order; what is kept of its transpose stays."""

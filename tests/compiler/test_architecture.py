@@ -77,6 +77,7 @@ def test_rooms_form_no_circle(floor: str) -> None:
 SHARED = {
     "consider": "of every rule", "decide": "whether a room's rewrites pay", "compare": "the same, for a given card",
     "multiply": "of a format's `Launcher`", "problem_of": "of a format's `Launcher`", "operations": "of a `Launcher`",
+    "csr_matrix": "of a format's `Launcher`",
     "NM": "the format, and what `sparsify` makes of a layer", "merge": "public in `cache`, and of reports",
 }  # fmt: skip
 """Public names that several modules define, and what they mean everywhere. An operator's launcher has its name, too."""

@@ -146,11 +146,11 @@ def test_a_weight_without_values(device):
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_columns_at_length(device):
-    from sparsecomp.lowering.sparse.narrow import csr_pattern
+    from sparsecomp.lowering.sparse.narrow import csr_matrix
 
     for dense in (pruned(20, 150), torch.eye(3, 40000), torch.zeros(4, 9)):
         values, arrays, layout = stored_by_rows(NARROW.from_dense(dense).to_device(device))
-        (starts, columns), found = csr_pattern(arrays, layout)
+        _, (starts, columns), found = csr_matrix(values, arrays, layout)
         right = CSR.from_dense(dense)
         assert torch.equal(columns.cpu(), right.col) and torch.equal(starts.cpu(), right.crow)
         assert (found.format, found.shape) == ("csr", tuple(dense.shape))

@@ -17,7 +17,7 @@ from sparsecomp import SparseTensor
 from sparsecomp.formats import BCSC, BITMAP, BSR, COO, CSC, CSR, NARROW, NM
 from sparsecomp.nn import SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
-from sparsecomp.reference.patterns import Layout, kept_transpose, transposed_arrays
+from sparsecomp.reference.patterns import Layout, kept_transpose, ordered_by_rows, transposed_arrays
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(2)
@@ -182,7 +182,7 @@ def test_the_kernel_follows_a_write_and_keeps_what_it_made(format, index, device
         assert found.pointers is kept[0] and found.indices is kept[1]
         assert torch.equal(found.pointers.cpu(), pointers) and torch.equal(found.indices[:count].cpu(), indices[:count])
         assert torch.equal(kept[2][:count].cpu(), order[:count])
-        moved = values.flatten(0, -1 - len(layout.entry))[order.long()]
+        moved = ordered_by_rows(values, given, layout)[0].flatten(0, -1 - len(layout.entry))[order.long()]
         assert torch.equal(found.values[:count].cpu(), (moved.mT if layout.entry else moved)[:count])
         assert torch.equal(kept[3].cpu(), kept_transpose(given, layout)[3])
 

@@ -368,7 +368,7 @@ class StoredWeight(nn.Module):
         sizes = f"{self._sizes(tensors)}, the layer's are {self._sizes(own)}"
         has_contents = given and not any(tensor.is_meta for tensor in tensors)
         if strict and has_contents:
-            self._compare(tensors[1:], sizes)
+            self._compare(tensors, sizes)
         try:
             pattern = self._checked(*tensors) if has_contents else None
             self._check_room(tensors, own)
@@ -379,11 +379,11 @@ class StoredWeight(nn.Module):
                 f"{sizes}: make the layer of the checkpoint's format and shape"
             ) from error
 
-    def _compare(self, arrays: Sequence[Tensor], sizes: str) -> None:
-        """Raise FormatError unless these index arrays are the layer's."""
-        pairs = list(zip(arrays, self._stored()[1:], strict=True))
+    def _compare(self, tensors: Sequence[Tensor], sizes: str) -> None:
+        """Raise FormatError unless the index arrays of these, behind the values, are the layer's."""
+        pairs = list(zip(tensors, self._stored(), strict=True))
         alike = all(one.shape == other.shape for one, other in pairs)
-        if not alike or not all(torch.equal(one.to(other.device), other) for one, other in pairs):
+        if not alike or not all(torch.equal(one.to(other.device), other) for one, other in pairs[1:]):
             how = "as many, but its indices differ" if alike else f"its are {sizes}"
             raise FormatError(
                 f"the checkpoint stores other elements than the layer, whose pattern is strict: {how}: "

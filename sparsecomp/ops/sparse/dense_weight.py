@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.formats.indices import lines_of
-from sparsecomp.lowering.sparse.launcher import as_csr
+from sparsecomp.lowering.sparse.launcher import as_csr, launcher_of, writes_itself
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference.patterns import Layout, stored_shape
 from sparsecomp.reference.sparse import entry_range
@@ -79,8 +79,12 @@ def _read(dense, pattern, layout, transpose):
 
 
 def _written_cuda(values, pattern, layout, transpose):
-    pattern, read = as_csr(pattern, Layout.read(layout))
-    if not read.plain or not values.is_contiguous() or not are_contiguous(pattern):
+    read, fits = Layout.read(layout), values.is_contiguous() and are_contiguous(pattern)
+    if fits and writes_itself(read):
+        out = launcher_of(read).written_dense(values, pattern, read)
+        return out.mT.contiguous() if transpose else out
+    values, pattern, read = as_csr(values, pattern, read)
+    if not read.plain or not fits:
         return _written(values, pattern, read.written(), transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
@@ -94,13 +98,18 @@ def _written_cuda(values, pattern, layout, transpose):
 
 
 def _read_cuda(dense, pattern, layout, transpose):
-    pattern, read = as_csr(pattern, Layout.read(layout))
-    if not read.plain or not are_contiguous(pattern):
+    read, fits = Layout.read(layout), are_contiguous(pattern)
+    stored = dense.mT if transpose else dense
+    out = dense.new_empty(stored_shape(pattern, read))
+    if fits and writes_itself(read):
+        launcher_of(read).read_dense(stored, pattern, read, out)
+        return out
+    _, pattern, read = as_csr(out, pattern, read) if read.kind.ORDERED else (out, pattern, read)
+    if not read.plain or not fits:
         return _read(dense, pattern, read.written(), transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
-    out = dense.new_empty(pattern[1].shape)
-    stored_places.read_at(dense.mT if transpose else dense, pattern[0], pattern[1], out)
+    stored_places.read_at(stored, pattern[0], pattern[1], out)
     return out
 
 
