@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsecomp import ops
 from sparsecomp.attention import GlobalTokens, LocalWindow, packed_attention
 from sparsecomp.attention import attention as attention_by
-from sparsecomp.formats import BSR, COO, CSR, NARROW, NM
+from sparsecomp.formats import BITMAP, BSR, COO, CSR, NARROW, NM
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.tuning.autotune import Tuner
@@ -94,6 +94,7 @@ def sparse_layers(device: str) -> None:
         weight = torch.randn(37, 53, device=device, dtype=dtype) * (torch.rand(37, 53, device=device) < 0.3)
         weight[5] = 0
         matrices = [CSR.from_dense(weight), COO.from_dense(weight), BSR.from_dense(weight, block=(16, 16))]
+        matrices.append(BITMAP.from_dense(weight))
         matrices.append(NM.from_dense(*_two_of_four(torch.randn(37, 53, device=device, dtype=dtype)), n=2, m=4))
         x = torch.randn(rows, 53, device=device, dtype=dtype, requires_grad=True)
         narrow = SparseLinear(NARROW.from_dense(weight))
@@ -206,6 +207,7 @@ def by_a_bitmap(device: str) -> None:
             copy = list(BitmapChunks(layout.written(), grain)(values, *arrays)), grain, longest
             x = torch.randn(rows, 408, device=device, dtype=dtype)
             bitmap_linear(x, values, list(arrays), layout.written(), *copy, x[0, :37].clone(), x[:, :37].clone())
+            SparseLinear(BITMAP.from_dense(weight), requires_grad=False)(x)
 
 
 def _two_of_four(weight: Tensor) -> tuple[Tensor]:

@@ -143,8 +143,8 @@ def copy_bytes(m: int, k: int, nnz: int, grain: int) -> int:
 
 
 def _room(m: int, k: int, nnz: int, grain: int) -> int:
-    """Values that a copy has room for, with those filled in beside them."""
-    return grain * min(nnz, chunk_count((m, k)) * SIZE // grain)
+    """Values that a copy has room for, with those filled in beside them: a multiple of what is copied at once."""
+    return -(-grain * min(nnz, chunk_count((m, k)) * SIZE // grain) // UNIT) * UNIT
 
 
 def longest_chunk(pattern: Sequence[Tensor], layout: Layout, grain: int) -> int:
@@ -202,7 +202,7 @@ def launch_bitmap_linear(
 
     Args:
         x: (n, k), contiguous, of the values' dtype; so is what follows.
-        copy: of `BitmapChunks`, for a weight (m, k) with so many values, or as the format BITMAP stores it.
+        copy: of `BitmapChunks`, for a weight (m, k) with so many values.
         grain, longest: as of `BitmapLinear`.
         bias, residual: (m,) and (n, m), of any dtype that kernels take.
 
