@@ -94,12 +94,12 @@ def sparse_layers(device: str) -> None:
         weight = torch.randn(37, 53, device=device, dtype=dtype) * (torch.rand(37, 53, device=device) < 0.3)
         weight[5] = 0
         matrices = [CSR.from_dense(weight), COO.from_dense(weight), BSR.from_dense(weight, block=(16, 16))]
-        matrices.append(BITMAP.from_dense(weight))
         matrices.append(NM.from_dense(*_two_of_four(torch.randn(37, 53, device=device, dtype=dtype)), n=2, m=4))
         x = torch.randn(rows, 53, device=device, dtype=dtype, requires_grad=True)
-        narrow = SparseLinear(NARROW.from_dense(weight))
+        layers = [SparseLinear(kind.from_dense(weight)) for kind in (NARROW, BITMAP)]
         for taken in (x, x[:1], x[:5]):
-            narrow(taken).sum().backward()
+            for layer in layers:
+                layer(taken).sum().backward()
             for kind in (NARROW, CSR):
                 values, pattern = IndexArrays.of(kind.from_dense(weight))
                 pair = values, pattern.arrays, taken[0, :37].contiguous()
@@ -220,9 +220,10 @@ def written_out(device: str) -> None:
     """A weight written out dense, and its gradient read back."""
     for dtype in DTYPES:
         weight = torch.randn(33, 1030, device=device, dtype=dtype) * (torch.rand(33, 1030, device=device) < 0.1)
-        values, pattern = IndexArrays.of(CSR.from_dense(weight))
-        layout = pattern.layout.written()
-        dense_to_stored(stored_to_dense(values, pattern.arrays, layout), pattern.arrays, layout)
+        for kind in (BITMAP, CSR):
+            values, pattern = IndexArrays.of(kind.from_dense(weight))
+            layout = pattern.layout.written()
+            dense_to_stored(stored_to_dense(values, pattern.arrays, layout), pattern.arrays, layout)
         keep_dense_copy(values, pattern.layout)
         dense_copy(values, pattern.arrays, layout)
 
