@@ -14,11 +14,7 @@ from sparsecomp.reference.patterns import Layout
 
 
 def written_dense(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Tensor:
-    """The matrix (rows, columns), contiguous and of the dtype of the values; zero where it stores nothing.
-
-    Args:
-        values, pattern: contiguous, without a batch.
-    """
+    """As `Writer.written_dense`."""
     out = allocate(layout.shape, (layout.shape[1], 1), values.dtype, values.device)
     if out.numel():
         _launch("write_bitmap_kernel", layout, _kinds(*pattern[:2], values), layout.shape)(*pattern[:2], values, out)
@@ -26,7 +22,7 @@ def written_dense(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> 
 
 
 def read_dense(dense: Tensor, pattern: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
-    """out (entries,) = dense (rows, columns), of any strides, at the stored places."""
+    """As `Writer.read_dense`."""
     if dense.numel():
         kinds = _kinds(*pattern[:2], dense)
         _launch("read_bitmap_kernel", layout, kinds, dense.stride())(*pattern[:2], dense, out)

@@ -21,8 +21,8 @@ class Launcher(Protocol):
     """What a launcher's module defines.
 
     One may have `csr_matrix(values, pattern, layout)` besides, which makes CSR's own arrays of a format's and gives
-    them with their layout: a weight is then transposed, and written out, by CSR's kernels. One that has
-    `written_dense(values, pattern, layout)` and `read_dense(dense, pattern, layout, out)` writes it out itself.
+    them with their layout: a weight is then transposed, and written out, by CSR's kernels. One that is a `Writer` too
+    writes it out itself.
     """
 
     def multiply(
@@ -55,6 +55,22 @@ class Launcher(Protocol):
         ...
 
 
+class Writer(Protocol):
+    """What the launcher of a format defines that has kernels of its own for the dense form."""
+
+    def written_dense(self, values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> Tensor:
+        """The matrix (rows, columns), contiguous and of the dtype of the values; zero where it stores nothing.
+
+        Args:
+            values, pattern: contiguous, without a batch.
+        """
+        ...
+
+    def read_dense(self, dense: Tensor, pattern: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
+        """out (entries,) = dense (rows, columns), of any strides, at the stored places."""
+        ...
+
+
 @lru_cache(maxsize=8192)
 def launcher_of(layout: Layout, transpose: bool = False) -> Launcher:
     """The launcher for a matrix of this layout, or for its transpose."""
@@ -82,6 +98,7 @@ def as_csr(
     return (values, pattern, layout) if made is None else made(values, pattern, layout)
 
 
-def writes_itself(layout: Layout) -> bool:
-    """Whether a launcher of the format's own writes a matrix out dense, and reads one at its places."""
-    return not layout.plain and hasattr(launcher_of(layout), "written_dense")
+def writer_of(layout: Layout) -> Writer | None:
+    """The format's launcher if that is a `Writer`."""
+    launcher = None if layout.plain else launcher_of(layout)
+    return cast(Writer, launcher) if hasattr(launcher, "written_dense") else None

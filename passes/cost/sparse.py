@@ -12,7 +12,7 @@ import torch
 from sparsecomp import _compat
 from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
 from sparsecomp.lowering.launch.epilogue import described_output
-from sparsecomp.lowering.sparse.launcher import launcher_of, multiplied_as, writes_itself
+from sparsecomp.lowering.sparse.launcher import launcher_of, multiplied_as, writer_of
 from sparsecomp.lowering.tuning import cost, host
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import Target, card_of, target_of
@@ -251,7 +251,7 @@ def _writing(product: Product, card: Card) -> Time:
     """To write the weight out, or to read a gradient at its places."""
     p, size = product, product.dtype.itemsize
     written = p.m * p.k * size + p.stored * (size + 4)
-    launches = 1 if p.layout.plain or writes_itself(p.layout) else _OTHER_LAUNCHES
+    launches = 1 if p.layout.plain or writer_of(p.layout) else _OTHER_LAUNCHES
     return Time(written / card.bandwidth + launches * card.launch, host.OPERATOR + launches * host.LAUNCH)
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.formats.indices import lines_of
-from sparsecomp.lowering.sparse.launcher import as_csr, launcher_of, writes_itself
+from sparsecomp.lowering.sparse.launcher import as_csr, writer_of
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference.patterns import Layout, stored_shape
 from sparsecomp.reference.sparse import entry_range
@@ -79,12 +79,12 @@ def _read(dense, pattern, layout, transpose):
 
 
 def _written_cuda(values, pattern, layout, transpose):
-    read, fits = Layout.read(layout), values.is_contiguous() and are_contiguous(pattern)
-    if fits and writes_itself(read):
-        out = launcher_of(read).written_dense(values, pattern, read)
+    read = Layout.read(layout)
+    if (writer := writer_of(read)) is not None and values.is_contiguous() and are_contiguous(pattern):
+        out = writer.written_dense(values, pattern, read)
         return out.mT.contiguous() if transpose else out
     values, pattern, read = as_csr(values, pattern, read)
-    if not read.plain or not fits:
+    if not read.plain or not values.is_contiguous() or not are_contiguous(pattern):
         return _written(values, pattern, read.written(), transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
@@ -98,14 +98,14 @@ def _written_cuda(values, pattern, layout, transpose):
 
 
 def _read_cuda(dense, pattern, layout, transpose):
-    read, fits = Layout.read(layout), are_contiguous(pattern)
-    stored = dense.mT if transpose else dense
+    read, stored = Layout.read(layout), dense.mT if transpose else dense
     out = dense.new_empty(stored_shape(pattern, read))
-    if fits and writes_itself(read):
-        launcher_of(read).read_dense(stored, pattern, read, out)
+    if (writer := writer_of(read)) is not None and are_contiguous(pattern):
+        writer.read_dense(stored, pattern, read, out)
         return out
-    _, pattern, read = as_csr(out, pattern, read) if read.kind.ORDERED else (out, pattern, read)
-    if not read.plain or not fits:
+    if read.kind.ORDERED:
+        _, pattern, read = as_csr(out, pattern, read)
+    if not read.plain or not are_contiguous(pattern):
         return _read(dense, pattern, read.written(), transpose)
     from sparsecomp.lowering.sparse import stored_places  # loads Triton
 
