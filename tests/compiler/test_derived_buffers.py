@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsecomp.formats import CSR, NARROW, NM
+from sparsecomp.formats import BITMAP, CSR, NARROW, NM
 from sparsecomp.nn import GeoSparseLinear, SparseLinear
 
 _KEPT = ("transposed_pointers", "transposed_indices", "transposed_order", "transposed_source")
@@ -22,6 +22,7 @@ def sparse_of(kind: type, **layout: float) -> SparseLinear:
 _LAYERS = {
     "CSR": lambda seed: sparse_of(CSR, sparsity=0.8),
     "NARROW": lambda seed: sparse_of(NARROW, sparsity=0.8),
+    "BITMAP": lambda seed: sparse_of(BITMAP, sparsity=0.8),
     "NM": lambda seed: sparse_of(NM, n=2, m=4),
     "local": geo_of,
 }
