@@ -15,7 +15,6 @@ LANES = np.arange(32)
 _BINARY: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "xor": operator.xor,
     "shl": operator.lshift, "shr": operator.rshift, "min": np.minimum, "or": operator.or_,
-    "div": operator.floordiv,
 }  # fmt: skip
 _COMPARED: dict[str, Callable[..., Any]] = {
     "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "ge": operator.ge, "gt": operator.gt,
@@ -45,13 +44,19 @@ class Warp:
         """What the text leaves in its operands; those that it reads are numbers."""
         self._registers = {name: _all(value) for name, value in operands.items()}
         labels, statements = _parsed(text)
-        counter = 0
+        counter, active, together = 0, np.ones(32, bool), -1
         while counter < len(statements):
+            if counter == together:
+                active, together = np.ones(32, bool), -1
             mask, name, arguments = self._guarded(statements[counter])
-            counter += 1
+            mask, counter = mask & active, counter + 1
             if name.startswith("bra"):
-                assert mask.all() or not mask.any(), "a warp that parts is not known here"
-                counter = labels[arguments[0]] if mask.all() else counter
+                parts = mask.any() and not (mask == active).all()
+                assert not parts or together < 0, "of a warp that parts no lane parts again"
+                if parts:  # who jumps waits there for the others
+                    active, together = active & ~mask, labels[arguments[0]]
+                elif mask.any():
+                    counter = labels[arguments[0]]
             elif name.split(".")[0] not in _NOTHING:
                 self._step(mask, name, arguments)
         return {name: value for name, value in self._registers.items() if name.startswith("$")}
@@ -72,6 +77,9 @@ class Warp:
             special[parts[0]](mask, parts, arguments)
             return
         values = [self._get(one) for one in arguments[1:]]
+        if parts[0] == "elect":
+            self._put(arguments[0].removeprefix("_|"), LANES == 0, mask)
+            return
         if parts[0] == "setp":
             found = _COMPARED[parts[1]](_word(values[0]), _word(values[1]))
             found = found & values[2].astype(bool) if parts[2] == "and" else found
@@ -80,7 +88,7 @@ class Warp:
             chosen = [int(values[2][0]) >> 4 * place & 7 for place in range(4)]
             found = np.concatenate(octets, 1)[:, chosen].copy().view(np.uint32)[:, 0].astype(np.uint64)
         elif parts[0] in ("mov", "cvt"):
-            found = values[0] if parts[0] == "mov" else _word(values[0])
+            found = _word(values[0]) if "u32" in parts and parts[0] == "cvt" else values[0]
         else:
             wide = "wide" in parts or parts[-1] in ("b64", "s64", "u64", "pred")
             if "wide" in parts or not wide:

@@ -43,9 +43,9 @@ def walk(dtype, index, grain, head, warps, depth, strips, halves, slot, whole):
     lines = [
         "{",
         ".reg .pred p<8>, load<2>, more, leader, done, there, some, long;",
-        ".reg .b32 lane, quad, row, warp, turn, ahead, place, phase, bar, ring, sub, col, t, u;",
+        ".reg .b32 lane, quad, row, warp, turn, ahead, place, phase, bar, ring, sub, col, which, t, u;",
         f".reg .b{_width(index)} begin<{depth * strips}>, end<{depth * strips}>;",
-        f".reg .b32 chunk<{depth * strips}>, from<{strips}>, size<{strips}>;",
+        f".reg .b32 size<{strips}>;",
         f".reg .b32 line<{strips}>, next<{strips}>, mask<{2 * strips}>;",
         ".reg .b32 s<8>, a<8>, h<8>, b<8>;",
         ".reg .b64 at<2>, row_at<2>, w;",
@@ -73,9 +73,9 @@ def walk(dtype, index, grain, head, warps, depth, strips, halves, slot, whole):
         lines += _look_ahead(starts, index, turns, warps, strips, number)
     for number in range(depth):
         lines += [
-            f"add.u32 t, turn, {number * warps}; setp.lt.u32 more, t, {turns};",
+            f"add.u32 which, turn, {number * warps}; setp.lt.u32 more, which, {turns};",
             f"add.u32 sub, ring, {number * strips * slot}; add.u32 u, bar, {8 * number};",
-            *_copy(heads, values, index, head, strips, slot, number),
+            *_copy(heads, values, index, head, strips, slot, number, number),
         ]
     lines += [
         *_look_ahead(starts, index, turns, warps, strips, 0),
@@ -93,8 +93,8 @@ def walk(dtype, index, grain, head, warps, depth, strips, halves, slot, whole):
         *(line for strip in range(strips) for line in _open(grain, head, strip, slot)),
         *(line for pair in range(TILES // 2) for line in _pair(dtype, grain, pair, strips, halves, columns, whole)),
         "bar.warp.sync -1;",
-        "shl.b32 u, place, 3; add.u32 u, u, bar;",
-        *_copy(heads, values, index, head, strips, slot, 0),
+        f"shl.b32 u, place, 3; add.u32 u, u, bar; sub.u32 which, ahead, {warps};",
+        *_copy(heads, values, index, head, strips, slot, 0, "_AGAIN"),
         *_look_ahead(starts, index, turns, warps, strips, 0),
         f"add.u32 turn, turn, {warps}; add.u32 place, place, 1;",
         f"setp.eq.u32 done, place, {depth}; @done mov.u32 place, 0; @done xor.b32 phase, phase, 1;",
@@ -122,40 +122,42 @@ def _look_ahead(starts, index, turns, warps, strips, number):
     for strip in range(strips):
         one = number * strips + strip
         lines += [
-            f"add.u32 chunk{one}, line{strip}, ahead; mul.wide.u32 w, chunk{one}, {size}; add.s64 w, w, {starts};",
+            f"add.u32 t, line{strip}, ahead; mul.wide.u32 w, t, {size}; add.s64 w, w, {starts};",
             f"{load} begin{one}, [w]; {load} end{one}, [w+{size}];",
         ]
     return [*lines, f"add.u32 ahead, ahead, {warps};"]
 
 
 @gluon.constexpr_function
-def _copy(heads, values, index, head, strips, slot, number):
-    """Bring these chunks to the place `sub` of the ring, whose barrier is at `u`; of one that is too long what has
-    room."""
-    kind, room = f"u{_width(index)}", slot - head
-    lines = ["and.pred there, more, leader;", f"mov.u32 t, {strips * head};"]
+def _copy(heads, values, index, head, strips, slot, number, label):
+    """Bring the chunks of the turn `which` to the place `sub` of the ring, whose barrier is at `u`; of one that is too
+    long what has room."""
+    width, room, brought = _width(index), slot - head, f"BROUGHT{label}"
+    lines = [f"mov.u32 t, {strips * head};"]
     for strip in range(strips):
-        one, begin, size = number * strips + strip, f"from{strip}", f"size{strip}"
+        begin, end, size = f"begin{number * strips + strip}", f"end{number * strips + strip}", f"size{strip}"
         lines += [
-            # in units of 16 bytes, then how many bytes
-            f"div.{kind} begin{one}, begin{one}, {UNIT}; cvt.u32.{kind} {begin}, begin{one};",
-            f"add.{kind} end{one}, end{one}, {UNIT - 1}; div.{kind} end{one}, end{one}, {UNIT};",
-            f"cvt.u32.{kind} {size}, end{one}; sub.u32 {size}, {size}, {begin}; shl.b32 {size}, {size}, 4;",
+            f"and.b{width} {begin}, {begin}, {-UNIT}; add.u{width} {end}, {end}, {UNIT - 1};",
+            f"and.b{width} {end}, {end}, {-UNIT}; sub.u{width} {end}, {end}, {begin};",
+            f"cvt.u32.u{width} {size}, {end}; shl.b32 {size}, {size}, 1;",
             f"setp.gt.and.u32 some, {size}, {room}, more; or.pred long, long, some;",
             f"min.u32 {size}, {size}, {room}; add.u32 t, t, {size};",
         ]
-    lines += ["@there mbarrier.arrive.expect_tx.shared::cta.b64 _, [u], t;"]
+    # a lane that the hardware elects needs no turn for each address that the others might have
+    lines += ["elect.sync _|leader, -1; and.pred leader, leader, more;", f"@!leader bra {brought};"]
+    lines += ["mbarrier.arrive.expect_tx.shared::cta.b64 _, [u], t;"]
     copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [t], [w]"
     for strip in range(strips):
         lines += [
-            f"mul.wide.u32 w, chunk{number * strips + strip}, {head}; add.s64 w, w, {heads};",
+            f"add.u32 t, line{strip}, which; mul.wide.u32 w, t, {head}; add.s64 w, w, {heads};",
             f"add.u32 t, sub, {strip * slot};",
-            f"@there {copy}, {head}, [u];",
-            f"mul.wide.u32 w, from{strip}, 16; add.s64 w, w, {values}; add.u32 t, t, {head};",
-            f"setp.ne.and.u32 some, size{strip}, 0, there;",
+            f"{copy}, {head}, [u];",
+            f"cvt.u64.u{width} w, begin{number * strips + strip}; shl.b64 w, w, 1; add.s64 w, w, {values};",
+            f"add.u32 t, t, {head};",
+            f"setp.ne.u32 some, size{strip}, 0;",
             f"@some {copy}, size{strip}, [u];",
         ]
-    return lines
+    return [*lines, f"{brought}:"]
 
 
 @gluon.constexpr_function
