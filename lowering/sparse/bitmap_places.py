@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp.formats.lanes import CHUNK, STRIP, chunk_count, head_bytes
-from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.launch.launch import Launch, aligned
 from sparsecomp.lowering.launch.watch import allocate
 from sparsecomp.reference.patterns import Layout
 
@@ -17,22 +17,23 @@ def written_dense(values: Tensor, pattern: Sequence[Tensor], layout: Layout) -> 
     """As `Writer.written_dense`."""
     out = allocate(layout.shape, (layout.shape[1], 1), values.dtype, values.device)
     if out.numel():
-        _launch("write_bitmap_kernel", layout, _kinds(*pattern[:2], values), layout.shape)(*pattern[:2], values, out)
+        starts, heads = pattern[0], aligned(pattern[1])
+        _launch("write_bitmap_kernel", layout, _kinds(starts, heads, values), layout.shape)(starts, heads, values, out)
     return out
 
 
 def read_dense(dense: Tensor, pattern: Sequence[Tensor], layout: Layout, out: Tensor) -> None:
     """As `Writer.read_dense`."""
     if dense.numel():
-        kinds = _kinds(*pattern[:2], dense)
-        _launch("read_bitmap_kernel", layout, kinds, dense.stride())(*pattern[:2], dense, out)
+        starts, heads = pattern[0], aligned(pattern[1])
+        _launch("read_bitmap_kernel", layout, _kinds(starts, heads, dense), dense.stride())(starts, heads, dense, out)
 
 
 def csr_matrix(
     values: Tensor, pattern: Sequence[Tensor], layout: Layout
 ) -> tuple[Tensor, list[Tensor], Layout]:  # fmt: skip
     """The same matrix in CSR, made anew in each call; values may have a batch. What is kept of its transpose stays."""
-    starts, heads = (array.contiguous() for array in pattern[:2])
+    starts, heads = pattern[0].contiguous(), aligned(pattern[1].contiguous())
     (rows, columns), entries = layout.shape, values.shape[-1]
     turns, kinds = -(-columns // CHUNK), _kinds(starts, heads)
     counts = starts.new_empty(rows, turns)

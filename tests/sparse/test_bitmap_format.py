@@ -249,6 +249,7 @@ def test_a_layer_is_the_dense_one(rows, dtype, index):
 @pytest.mark.parametrize("before", [1, 3, 8])
 def test_values_and_rows_that_begin_anywhere(before):
     """Views of other tensors, not at a multiple of 16 bytes."""
+    from sparsecomp.ops.sparse.dense_weight import stored_to_dense
     from sparsecomp.ops.sparse.linear import sparse_linear
 
     weight = pruned(200, 1104)
@@ -261,6 +262,9 @@ def test_values_and_rows_that_begin_anywhere(before):
     found = sparse_linear(x, moved, [starts, shifted], layout.written())
     exact = F.linear(x.double(), weight.cuda().double())
     assert (found - exact).norm() <= 1e-3 * exact.norm()
+    assert torch.equal(stored_to_dense(moved, [starts, shifted], layout.written()).cpu(), weight)
+    many = sparse_linear(x.expand(20, 3, 1104), moved, [starts, shifted], layout.written())
+    assert (many - exact).norm() <= 1e-3 * math.sqrt(20) * exact.norm()
 
 
 @pytest.mark.gpu
