@@ -49,8 +49,11 @@ _RATES = {
     "csr": Rates(35e-6, (0.4, 0.03), (1.8, 0.09)),
     "bsr": Rates(80e-6, (1.4, 1.7), (3.0, 2.2)),
     "nm": Rates(80e-6, (1.5, 0.04), (6.0, 0.09)),
+    "narrow": Rates(80e-6, (13.0, 0.03), (17.0, 0.09)),
+    "bitmap": Rates(80e-6, (30.0, 0.03), (30.0, 0.09)),
 }
-"""By layout. Another is taken for the one of these whose entries are as its own: blocks, or single elements."""
+"""By layout; the last two at 70 % zeros, CSR or the dense weight being made in each call. Another is taken for
+the one of these whose entries are as its own: blocks, or single elements."""
 
 
 def sparse_on_cpu(work: Work, trained: bool) -> float:

@@ -19,10 +19,12 @@ from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for, poin
 from sparsecomp.formats.lanes import (
     SIZE,
     begins_of,
+    bits_of,
     chunk_count,
     chunks_at,
     entries_of,
     head_bytes,
+    laid_by_rows,
     lane_elements,
     lane_places,
 )
@@ -142,11 +144,23 @@ class BITMAP(SparseMatrix):
         cls, arrays: Sequence[Tensor], block: Block, shape: Shape
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """CSR's pointers and columns, and which of the values each is; nothing is read from a GPU."""
-        starts = arrays[0]
-        row, col = cls.entry_places(arrays, block, shape)
-        keys, order = sorted_keys(row * shape[1] + col, shape[0] * shape[1])
-        width = max(shape[1], 1)
-        return pointers_of(keys // width, shape[0], starts.dtype), (keys % width).to(starts.dtype), order
+        (starts, heads), (rows, columns) = arrays[:2], shape
+        if not rows * columns:
+            return starts.new_zeros(rows + 1), starts.new_zeros(0), starts.new_zeros(0).long()
+        bits = bits_of(heads)
+        stored, rank = (laid_by_rows(one, shape).flatten() for one in (bits, _ranks(bits, starts.dtype)))
+        at = torch.nonzero_static(stored, size=block[1], fill_value=0).squeeze(1)
+        row = at // columns
+        return pointers_of(row, rows, starts.dtype), (at - row * columns).to(starts.dtype), rank[at].long()
+
+    @classmethod
+    def written_out(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Tensor:
+        """By places in the order of lanes."""
+        bits = bits_of(arrays[1])
+        if not values.numel():
+            return values.new_zeros(shape)
+        places = values[_ranks(bits, torch.int64)].masked_fill_(bits == 0, 0)
+        return laid_by_rows(places, shape)
 
     @classmethod
     def entry_places(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -197,6 +211,11 @@ class BITMAP(SparseMatrix):
 
     def _cast(self, index_dtype: torch.dtype) -> Self:
         return self if index_dtype is self.index_dtype else self._with(starts=self.starts.to(index_dtype))
+
+
+def _ranks(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Which value a place has that is stored, and of others any."""
+    return bits.cumsum(0, dtype=dtype).sub_(1).clamp_(min=0)
 
 
 _STEP = 64

@@ -64,10 +64,17 @@ def lane_places(row: Tensor, column: Tensor, columns: int) -> Tensor:
 
 def lane_elements(places: Tensor, columns: int) -> tuple[Tensor, Tensor]:
     """Row and column of each place."""
-    turns = -(-columns // CHUNK)
-    chunk, lane, tile, place = places // SIZE, places // OF_LANE % LANES, places // 8 % TILES, places % 8
-    row = chunk // turns * STRIP + place // 2 % 2 * 8 + lane // 4
-    return row, chunk % turns * CHUNK + tile // 2 * 32 + lane % 4 * 8 + tile % 2 * 4 + place // 4 * 2 + place % 2
+    chunk, within = places // SIZE, places % SIZE
+    strip, turn = chunk // (turns := -(-columns // CHUNK)), chunk % turns
+    first, second = _within(torch.arange(SIZE, device=places.device))
+    return strip * STRIP + first[within], turn * CHUNK + second[within]
+
+
+def _within(places: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column of places of a chunk."""
+    lane, tile, place = places // OF_LANE, places // 8 % TILES, places % 8
+    row = place // 2 % 2 * 8 + lane // 4
+    return row, tile // 2 * 32 + lane % 4 * 8 + tile % 2 * 4 + place // 4 * 2 + place % 2
 
 
 def chunks_at(entries: Tensor, count: int, grain: int = 1) -> Chunks:
@@ -93,10 +100,25 @@ def _lane_starts(starts: Tensor, of_lane: Tensor) -> Tensor:
 
 def entries_of(heads: Tensor, count: int | None = None) -> Tensor:
     """Those that heads have a bit for, in order; nothing is read from a device where it is known how many these are."""
-    octets = heads[:, 2 * LANES :].reshape(-1, 1)
-    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=heads.device) & 1).flatten()
+    bits = bits_of(heads)
     found = bits.nonzero() if count is None else torch.nonzero_static(bits, size=count, fill_value=0)
     return found.squeeze(1)
+
+
+def bits_of(heads: Tensor) -> Tensor:
+    """(entries,) uint8, whether each is stored."""
+    octets = heads[:, 2 * LANES :].reshape(-1, 1)
+    return (octets >> torch.arange(8, dtype=torch.uint8, device=heads.device) & 1).flatten()
+
+
+def laid_by_rows(places: Tensor, shape: tuple[int, int]) -> Tensor:
+    """What belongs to each place, in the order of lanes, as a dense matrix of this shape."""
+    (rows, columns), turns = shape, -(-shape[1] // CHUNK)
+    row = torch.arange(STRIP, device=places.device).repeat_interleave(CHUNK)
+    order = lane_places(row, torch.arange(CHUNK, device=places.device).repeat(STRIP), CHUNK)
+    chunks = places.view(-1, SIZE).gather(1, order.expand(places.numel() // SIZE, SIZE))
+    strips = chunks.view(-1, turns, STRIP, CHUNK).transpose(1, 2)
+    return strips.reshape(-1, turns * CHUNK)[:rows, :columns].contiguous()
 
 
 def begins_of(heads: Tensor) -> Tensor:

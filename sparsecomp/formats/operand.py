@@ -90,6 +90,11 @@ class Operand:
         return *cls.entries(arrays, block, shape), None
 
     @classmethod
+    def written_out(cls, values: Tensor, arrays: Sequence[Tensor], block: Block, shape: Shape) -> Tensor | None:
+        """The dense matrix of values without a batch; None where it is made by `entry_places`."""
+        return None
+
+    @classmethod
     def entry_places(cls, arrays: Sequence[Tensor], block: Block, shape: Shape) -> tuple[Tensor, Tensor]:
         """Row and column of each entry, as they lie in the values."""
         return lines_of(arrays[0], 0, arrays[1].numel()), arrays[1]

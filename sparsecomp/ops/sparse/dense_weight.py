@@ -43,6 +43,8 @@ def _written(values, pattern, layout, transpose):
         kept, line, column = _places(pattern, layout)
         blocks = values.new_zeros((rows // height + 1, cols // width, height, width))  # the last are of spare capacity
         out = blocks.index_put_((line, column.long()), values[kept])[:-1].transpose(1, 2).reshape(rows, cols)
+    elif (found := layout.kind.written_out(values, pattern, layout.block, layout.shape)) is not None:
+        out = found
     else:
         kept, flat = _flat(pattern, layout)
         out = values.new_zeros((rows + 1, cols))
