@@ -849,6 +849,7 @@ def test_a_meta_layer_computes_shapes():
     lambda sparsity: SparseLinear.from_linear(nn.Linear(8, 6), sparsity=sparsity),
     lambda sparsity: SparseEmbedding.from_embedding(nn.Embedding(6, 8), sparsity=sparsity),
     lambda sparsity: SparseEmbedding.from_embedding(nn.Embedding(6, 8), NARROW, sparsity=sparsity),
+    lambda sparsity: SparseEmbedding.from_embedding(nn.Embedding(6, 8), BITMAP, sparsity=sparsity),
 ])  # fmt: skip
 def test_layers_on_the_meta_device_take_a_checkpoint(make, assign):
     made = make(0.5)
