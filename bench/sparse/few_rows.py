@@ -27,6 +27,7 @@ from sparsecomp.lowering.tuning.cost import seconds
 from sparsecomp.lowering.tuning.template import Candidate, Operation
 from sparsecomp.lowering.tuning.trial import first_line
 from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
+from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.reference.patterns import stored_by_rows
 
@@ -58,7 +59,8 @@ class Case(NamedTuple):
 
 
 def run() -> Iterator[dict[str, Any]]:
-    """A row a case: milliseconds of cuBLAS, of each format and of a bitmap, and the relative error of ours."""
+    """A row a case: milliseconds of cuBLAS, of each format and of a bitmap, and the relative error of ours; with one
+    row of x also milliseconds to write each format out."""
     for size in SIZES:
         for zeros in ZEROS:
             weights = _weights(Case(*size, 1, zeros))
@@ -77,7 +79,7 @@ def _weights(case: Case) -> dict[str, SparseMatrix]:
 
 
 def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:
-    row: dict[str, Any] = {"layer": case._asdict(), "ms": {}, "error": {}, "MiB": {}}
+    row: dict[str, Any] = {"layer": case._asdict(), "ms": {}, "error": {}, "MiB": {}, "written out, ms": {}}
     x = torch.randn(case.rows, case.k, device="cuda", dtype=torch.float16)
     dense = next(iter(weights.values())).to_dense()
     exact = F.linear(x.float(), dense.float()).double()
@@ -88,9 +90,20 @@ def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:
             continue  # written out, as a compiler has it
         row["MiB"][name] = round(weight.nbytes / 2**20, 1)
         guarded(row, name, partial(_time_format, row, name, weight, x, exact))
+        if case.rows == ROWS[0]:
+            guarded(row, f"{name} written out", partial(_time_writing, row, name, weight))
     for name, grain in BITMAPS.items() if case.rows <= MOST else ():
         guarded(row, name, partial(_time_bitmap, row, name, grain, weights["NARROW"], x, exact))
     return row
+
+
+def _time_writing(row: dict[str, Any], name: str, weight: SparseMatrix) -> None:
+    """To write the weight out, as a graph of many rows does in each call."""
+    calls: list[Callable[[], Tensor]] = []
+    for one in copies_of(weight):
+        values, arrays, layout = stored_by_rows(one)
+        calls.append(partial(stored_to_dense, values, arrays, layout.written()))
+    row["written out, ms"][name] = timed(calls)
 
 
 def _time_format(row: dict[str, Any], name: str, weight: SparseMatrix, x: Tensor, exact: Tensor) -> None:
