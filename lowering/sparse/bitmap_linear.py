@@ -143,8 +143,8 @@ def copy_bytes(m: int, k: int, nnz: int, grain: int) -> int:
 
 
 def _room(m: int, k: int, nnz: int, grain: int) -> int:
-    """Values that a copy has room for, with those filled in beside them: a multiple of what is copied at once."""
-    return -(-grain * min(nnz, chunk_count((m, k)) * SIZE // grain) // UNIT) * UNIT
+    """Values that any weight of so many has at most, with those filled in beside them."""
+    return grain * min(nnz, chunk_count((m, k)) * SIZE // grain)
 
 
 def longest_chunk(pattern: Sequence[Tensor], layout: Layout, grain: int) -> int:
@@ -170,14 +170,15 @@ class BitmapChunks(NamedTuple):
         Returns:
             starts: (chunks + 1,) int32, or int64 where there are more values, and
             heads: (chunks, `head_bytes`) uint8, of `Chunks`.
-            values: in that order, as many as have room. What is filled in beside a value is 0.0; a zero that is stored
-                is -0.0 then.
+            values: in that order, as many as have room, by eights. What is filled in beside a value is 0.0; a zero that
+                is stored is -0.0 then.
         """
         layout, grain = Layout.read(self.layout), self.grain
         kept, places = _stored(pattern, layout)
         entry, inverse = (places // grain).unique(return_inverse=True)
         starts, heads = chunks_at(entry, chunk_count(layout.shape), grain)
-        packed, stored = values.new_zeros(_room(*layout.shape, values.numel(), grain)), values[kept]
+        room = -(-_room(*layout.shape, values.numel(), grain) // UNIT) * UNIT
+        packed, stored = values.new_zeros(room), values[kept]
         packed[grain * inverse + places % grain] = stored if grain == 1 else torch.where(stored == 0, -0.0, stored)
         return starts.to(index_dtype_for(packed.numel())), heads, packed
 
@@ -202,29 +203,42 @@ def launch_bitmap_linear(
 
     Args:
         x: (n, k), contiguous, of the values' dtype; so is what follows.
-        copy: of `BitmapChunks`, for a weight (m, k) with so many values.
+        copy: of `BitmapChunks`, for a weight (m, k) with so many values, or as the format BITMAP stores it.
         grain, longest: as of `BitmapLinear`.
         bias, residual: (m,) and (n, m), of any dtype that kernels take.
 
     Raises:
         FormatError: operands that do not belong together.
     """
-    (n, k), (starts, heads, values) = x.shape, copy
-    chunks, room = chunk_count((m, k)), _room(m, k, nnz, grain)
-    needed = (chunks + 1,), (chunks, head_bytes(grain)), (room,)
-    if any(one.shape != shape for one, shape in zip(copy, needed, strict=True)):
-        raise FormatError(
-            f"a bitmap of {[tuple(one.shape) for one in copy]} is none of {nnz} values in {m} rows and {k} columns, "
-            f"needs {needed}"
-        )
-    # a lane reads eight numbers at once, and copies begin where such begin
-    x, heads, values = aligned(x), aligned(heads), aligned(values)
+    n, k = x.shape
+    starts, heads, values = checked_copy(copy, m, k, nnz, grain)
+    x = aligned(x)  # a lane reads eight numbers at once
     out = allocate((n, m), (m, 1), x.dtype, x.device)
     beside = None if residual is None else residual.mT
     described = output_of(out.mT, bias, "row", beside, activation, 1.0)
     problem = BitmapLinear(m, k, n, nnz, grain, longest, dtype_name(x), dtype_name(starts), described)
     dispatch.launch(BITMAP_LINEAR, problem, starts, heads, values, x, bias, beside, out.mT)
     return out
+
+
+def checked_copy(copy: Sequence[Tensor], m: int, k: int, nnz: int, grain: int) -> list[Tensor]:
+    """These arrays, where copies to shared memory can begin.
+
+    Args:
+        copy: as of `launch_bitmap_linear`.
+
+    Raises:
+        FormatError: they are of no weight (m, k) with so many values.
+    """
+    starts, heads, values = copy
+    chunks, room = chunk_count((m, k)), _room(m, k, nnz, grain)
+    needed = (chunks + 1,), (chunks, head_bytes(grain))
+    if (starts.shape, heads.shape) != needed or values.shape[0] < room:
+        raise FormatError(
+            f"a bitmap of {[tuple(one.shape) for one in copy]} is none of {nnz} values in {m} rows and {k} columns, "
+            f"needs {needed} and {room} values or more"
+        )
+    return [starts, aligned(heads), aligned(values)]
 
 
 def _signature(problem: BitmapLinear, device: Device) -> KernelSignature:

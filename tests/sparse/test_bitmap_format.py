@@ -177,9 +177,9 @@ def test_a_layer_trains_as_the_dense_one():
 # -- what the compiler makes of it
 
 
-def layer_of(m: int, k: int, rows: int, **how: bool) -> Product:
-    """At 70 % zeros, for an H200."""
-    nnz = round(0.3 * m * k)
+def layer_of(m: int, k: int, rows: int, zeros: float = 0.7, **how: bool) -> Product:
+    """For an H200."""
+    nnz = round((1 - zeros) * m * k)
     return Product(
         torch.device("cuda"), Layout("bitmap", (0, nnz), (m, k)), rows, 1, nnz, torch.float16, True, False, False,
         "none", "", target=target_named("h200"), **how,
@@ -201,7 +201,9 @@ def test_who_decides(rows, how, chosen):
 def test_a_copy_by_twos_is_a_rival_of_what_is_stored():
     from sparsecomp.passes.cost.bitmap_linear import decide as by_bitmap
 
-    product = layer_of(11008, 4096, 8, constant=True)
+    stored = layer_of(11008, 4096, 1, constant=True)
+    assert by_bitmap(stored, decide(stored)) is None  # as fast by what is stored, at 70 % zeros
+    product = layer_of(11008, 4096, 8, 0.9, constant=True)
     rivals = decide(product)
     found = by_bitmap(product, rivals)
     assert found is not None and found[1] == 2 and found[0].implementation == "bitmap_tiles by twos"

@@ -222,13 +222,13 @@ _usual_warps = sympy.Min(16, _power_within(_turns), sympy.Max(2 * _usual_strips,
 _far = abs(sympy.log(_strips / _usual_strips)) + abs(sympy.log(_warps / _usual_warps))
 _share = sympy.Piecewise((_density, _grain <= 1), (2 * _density - _density**2, True))
 """Of places that have room in the copy: of two neighbours both where one is stored."""
-_decoding = sympy.Piecewise((13.2 + 41 * _share**2, _grain <= 1), (6.4 + 17.2 * _share, True))
+_decoding = sympy.Piecewise((11.9 + 31.4 * _share**2, _grain <= 1), (3.7 + 23.4 * _share, True))
 """Loads from shared memory are the time, one a place, or one for two of them, more where their banks are the same."""
-_of_x = sympy.Piecewise((0.34 * _n, _n <= 8), (0.66 * _n, _usual_strips <= 1), (0.4 * _n, True))
+_of_x = sympy.Piecewise((0.25 * _n, _n <= 8), (0.46 * _n, _usual_strips <= 1), (0.34 * _n, True))
 _places = 45.1e6 / 132
 """Of a weight that a processor decodes, and multiplies, in so many microseconds (`bench few-rows`, an H200)."""
 _walking = 1e-6 * _m * _k / _processors / _places * (_decoding + _of_x)
-_reading = _m * _k * (2 * _share + 1 / (8 * _grain)) / _bandwidth
+_reading = _m * _k * (2 * _share + 1 / (8 * _grain)) / (0.9 * _bandwidth)
 
 BITMAP_TILES = Template(
     name="bitmap_tiles",
@@ -238,6 +238,6 @@ BITMAP_TILES = Template(
     ),
     refuse=_refuse,
     space=_space,
-    cost=Cost(bytes=sympy.Integer(0), seconds=2.5e-6 + sympy.Max(_walking, _reading) * (1 + _far / 5)),
+    cost=Cost(bytes=sympy.Integer(0), seconds=3.7e-6 + sympy.Max(_walking, _reading) * (1 + _far / 5)),
     prepare=_prepare,
 )  # fmt: skip
