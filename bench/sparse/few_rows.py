@@ -6,7 +6,7 @@ configuration of every kernel on a case each, and the best of them on others, to
 
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -70,12 +70,12 @@ def run() -> Iterator[dict[str, Any]]:
                 yield row
 
 
-def _weights(case: Case) -> dict[str, SparseMatrix]:
-    """The same weight in each format."""
+def _weights(case: Case, names: Sequence[str] = ()) -> dict[str, SparseMatrix]:
+    """The same weight in each format, or in those of these names."""
     random = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(case.out, case.k, generator=random, device="cuda", dtype=torch.float16) / case.k**0.5
     weight[torch.rand(weight.shape, generator=random, device="cuda") < case.zeros] = 0
-    return {kind.__name__: kind.from_dense(weight) for kind in FORMATS}
+    return {kind.__name__: kind.from_dense(weight) for kind in FORMATS if not names or kind.__name__ in names}
 
 
 def _row(case: Case, weights: dict[str, SparseMatrix]) -> dict[str, Any]:
@@ -179,26 +179,28 @@ _OTHERS = (
 )
 
 
-def candidates(workers: int) -> Iterator[dict[str, Any]]:
+def candidates(workers: int, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """A row a case and kernel: milliseconds by configuration, the fastest first, and its estimate.
 
     Args:
         workers: processes that compile side by side.
+        names: of formats, instead of all.
     """
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        pool.starmap(_compile, [(case, share, workers) for share in range(workers) for case in _WHOLE], chunksize=1)
+        shares = [(case, share, workers, names) for share in range(workers) for case in _WHOLE]
+        pool.starmap(_compile, shares, chunksize=1)
     best: dict[tuple[str, int], list[str]] = {}
     for case in _WHOLE:
-        for row in _timed(case, None):
+        for row in _timed(case, None, names):
             best[row["kernel"], _kind(case)] = list(row["ms"])[:_FOUND]
             yield row
     for case in _OTHERS:
-        yield from _timed(case, best)
+        yield from _timed(case, best, names)
 
 
-def _compile(case: Case, share: int, workers: int) -> None:
+def _compile(case: Case, share: int, workers: int, names: Sequence[str]) -> None:
     small = case._replace(out=256)
-    for operation, problem, tensors in _problems(small, _weights(small)):
+    for operation, problem, tensors in _problems(small, _weights(small, names)):
         found = operation.candidates(problem._replace(m=case.out), device_of(torch.device("cuda", 0)))
         for one in found[share::workers]:
             try:
@@ -207,9 +209,12 @@ def _compile(case: Case, share: int, workers: int) -> None:
                 print(one.name, first_line(error), flush=True)
 
 
-def _timed(case: Case, best: dict[tuple[str, int], list[str]] | None) -> Iterator[dict[str, Any]]:
-    weights, card = _weights(case), card_of(torch.device("cuda", 0))
-    dense, x = weights["NARROW"].to_dense(), torch.randn(case.rows, case.k, device="cuda", dtype=torch.float16)
+def _timed(
+    case: Case, best: dict[tuple[str, int], list[str]] | None, names: Sequence[str]
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    weights, card = _weights(case, names), card_of(torch.device("cuda", 0))
+    dense = next(iter(weights.values())).to_dense()
+    x = torch.randn(case.rows, case.k, device="cuda", dtype=torch.float16)
     reference = timed([partial(F.linear, x, one) for one in copies(dense)])
     rows: dict[str, dict[str, Any]] = {}
     for operation, problem, _ in _problems(case, weights):
