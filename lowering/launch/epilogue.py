@@ -66,8 +66,9 @@ class Output(NamedTuple):
 
 
 def output_of(
-    out: Tensor, bias: Tensor | None, bias_axis: str, residual: Tensor | None, activation: str, scale: float
-) -> Output:
+    out: Tensor, bias: Tensor | None = None, bias_axis: str = "column", residual: Tensor | None = None,
+    activation: str = "none", scale: float = 1.0,
+) -> Output:  # fmt: skip
     """Describe an output (m, n) or (batch, m, n).
 
     Raises:

@@ -31,7 +31,7 @@ def multiply(
 ) -> None:  # fmt: skip
     """As `Launcher.multiply`."""
     if values.dim() == 1 and dense.dim() == 2 and out.numel() and values.numel():
-        described = output_of(out, *(finish.get(name, usual) for name, usual in _USUAL.items()))
+        described = output_of(out, **finish)
         problem = problem_of(values, layout, dense, out, described, pattern[0].dtype)
         if BITMAP_LINEAR.candidates(problem, device_of(out.device)):
             operands = (*pattern[: layout.own], values, dense.mT)
@@ -40,9 +40,6 @@ def multiply(
             dispatch.launch(BITMAP_LINEAR, problem, *given, *beside, out)
             return
     spmm_csr.multiply(*csr_matrix(values, pattern, layout), transpose, dense, out, **finish)
-
-
-_USUAL: dict[str, Any] = {"bias": None, "bias_axis": "column", "residual": None, "activation": "none", "scale": 1.0}
 
 
 def problem_of(

@@ -78,13 +78,10 @@ def multiply(
         spmm_csr.multiply(*csr_matrix(values, pattern, layout), transpose, dense, out, **finish)
     elif out.numel():
         values, arrays = values.contiguous(), [array.contiguous() for array in pattern[: layout.own]]
-        described = output_of(out, *(finish.get(name, usual) for name, usual in _USUAL.items()))
+        described = output_of(out, **finish)
         problem = problem_of(values, layout, dense, out, described, arrays[0].dtype, arrays[-1].dtype)
         beside = finish.get("bias"), finish.get("residual")
         dispatch.launch(SPMM_NARROW, problem, *arrays, values, dense, *beside, out)
-
-
-_USUAL: dict[str, Any] = {"bias": None, "bias_axis": "column", "residual": None, "activation": "none", "scale": 1.0}
 
 
 def csr_matrix(
