@@ -12,7 +12,8 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
 _m, _in_pixels, _taps = sizes("conv.m conv.in_pixels conv.taps")
 _c, _k, _groups = sizes("conv.c conv.k conv.groups")
 _cp, _digits, _phases = sizes("conv.cp digits phases")
-_pixels, _slots, _steps, _residuals = sizes("pixels slots lif.steps residuals")
+_pixels, _slots, _residuals = sizes("pixels slots residuals")
+_steps, _operations = sizes("neurons.steps neurons.operations")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
 _shared_rate, _int8_portable, _fp32 = sizes("shared_rate int8_portable fp32")
@@ -25,17 +26,13 @@ _LATENCY = 5e-7
 """Seconds from the start of a copy to shared memory to its first byte, with a cold L2."""
 _START = 3e-6
 """Seconds before the first product and after the last."""
-NEURON_OPERATIONS = 120
-"""Float operations' worth of a neuron's step behind a convolution. Of eight configurations of each of 12 layers on an
-H200 (`bench/results/conv_neuron.json`) it puts the fastest first in eight, one within 3 % of it in two, and one within
-8 % in one of 7 µs; what it puts first in the last was not timed."""
 
 
 def conv_lif_cost(hopper: bool) -> Cost:
     """The same walks, in tiles that hold all steps of a pixel, and the neurons' work; spikes are written as bytes."""
     rows = sympy.ceiling(_pixels * _slots / _bm)
     tiles = rows * sympy.ceiling(_k / (_groups * _bn)) * _groups
-    neurons = waves(tiles, _processors) * _bm * _bn * NEURON_OPERATIONS * _processors / _fp32
+    neurons = waves(tiles, _processors) * _bm * _bn * _operations * _processors / _fp32
     return Cost(
         # at the share of the bandwidth that a convolution's outputs reach
         bytes=((1.5 + _residuals) * _steps + 6) * _pixels * _k,

@@ -148,7 +148,7 @@ def problem_of(
     shape, strides = x.shape[1:], x.stride()[1:]
     return Neurons(
         x[0].numel(), x.stride(0), spikes.stride(0), tuple(_axis(p, shape, strides) for p in parameters),
-        _filled(starts, STATES), _filled(numbers, NUMBERS), x.shape[0], neuron_of(step),
+        filled(starts, STATES), filled(numbers, NUMBERS), x.shape[0], neuron_of(step),
         tuple(v is not None for v in states), tuple(p is not None for p in parameters), keep, dtype_name(spikes),
         dtype_name(x),
     )  # fmt: skip
@@ -183,7 +183,8 @@ def _axis(parameter: Tensor | None, shape: Sequence[int], strides: Sequence[int]
     return Axis(parameter.numel(), strides[len(shape) - 1 - dim])
 
 
-def _filled(numbers: Sequence[float], count: int) -> tuple[float, ...]:
+def filled(numbers: Sequence[float], count: int) -> tuple[float, ...]:
+    """As many numbers as there is room for."""
     # a float, so that a kernel is not specialised on a whole number
     return (*map(float, numbers), *[0.0] * (count - len(numbers)))
 
@@ -201,13 +202,13 @@ def _signature(problem: Neurons, device: Device) -> KernelSignature:
 
 
 def as_bits(flags: Sequence[bool]) -> str:
-    """Flags for a signature."""
-    return "".join(str(int(one)) for one in flags)
+    """Flags for a signature, as text that is no number."""
+    return "".join("y" if one else "n" for one in flags)
 
 
 def _representative(signature: KernelSignature) -> Neurons:
     numel, given = int(dict(signature.sizes)["numel"]), dict(signature.parameters)
-    states, parameters = ([one == "1" for one in str(given[name])] for name in ("states", "parameters"))
+    states, parameters = ([one == "y" for one in str(given[name])] for name in ("states", "parameters"))
     return Neurons(
         numel, numel, numel, (_ONE,) * PARAMETERS, (0.0,) * STATES, (0.5,) * NUMBERS, int(given["steps"]),
         neuron_of(str(given["step"])), tuple(states), tuple(parameters), bool(given["keep"]), signature.dtypes[1],

@@ -145,8 +145,9 @@ _SPIKE_OPS: dict[str, Callable[[CanonicalOp], Result]] = {
 """Item 0 of each operator's result is the spike sequence, the other items are membranes."""
 
 
-RESIDUAL = 26
-"""Its place among the arguments of `sparsecomp::conv_lif`, which are as many where there is none yet."""
+RESIDUAL = {"sparsecomp::conv_lif": 26, "sparsecomp::conv_neuron": 23}
+"""Its place among the arguments of a layer with its neurons; how it is joined, and what is added to the neurons' input,
+follow."""
 
 
 @transfer(*_SPIKE_OPS)
@@ -155,19 +156,19 @@ def spike_op(op: CanonicalOp, facts: Facts) -> Result:
     return _SPIKE_OPS[op.name](op)
 
 
-@transfer("sparsecomp::conv_lif")
+@transfer(*RESIDUAL)
 def layer_with_neurons(op: CanonicalOp, facts: Facts) -> Result:
     """A layer with its neurons: spikes, or what they are joined with a residual to."""
     if op.node.kwargs:
         return Lost(LostKind.UNSUPPORTED, f"{op.name} with arguments by name is not analysed")
-    spikes, (residual, *how) = algebra.binary(op.name), op.node.args[RESIDUAL:] or (None,)
+    spikes, (residual, *how) = algebra.binary(op.name), op.node.args[RESIDUAL[op.name] :] or (None,)
     if residual is None:
         return Items((spikes,))
     fact = facts.of(residual)
     if fact is None:
         return facts.lost(residual)
     # 1 - spike is as binary as a spike is
-    join = algebra.add_facts if how in ([], ["add"]) else algebra.multiply_facts
+    join = algebra.add_facts if how[:1] in ([], ["add"]) else algebra.multiply_facts
     return Items((join(fact, spikes, torch.int8),))
 
 

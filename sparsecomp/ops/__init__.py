@@ -45,6 +45,7 @@ from sparsecomp.ops.sparse.sddmm import sddmm
 from sparsecomp.ops.sparse.sparse_matmul import sparse_matmul
 from sparsecomp.ops.sparse.spmm import spmm
 from sparsecomp.ops.spiking.conv_lif import conv_lif
+from sparsecomp.ops.spiking.conv_neuron import conv_neuron
 from sparsecomp.ops.spiking.lif import lif
 from sparsecomp.ops.spiking.neuron import neuron, trained_neuron
 from sparsecomp.ops.spiking.spike_conv import spike_conv, spike_linear
@@ -62,6 +63,7 @@ __all__ = [
     "active_linear",
     "block_attention",
     "conv_lif",
+    "conv_neuron",
     "decode_attention",
     "decompositions",
     "effective_weight",

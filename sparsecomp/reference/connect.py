@@ -30,7 +30,17 @@ def check_residual(residual: Tensor | None, connect: str, shape: Sequence[int]) 
         raise InputError(f"connect={connect!r}: use one of {', '.join(CONNECTIONS)}")
     if residual is None:
         return
-    filled = (*residual.shape, *(1,) * (len(shape) - residual.dim()))
-    if residual.dtype is not torch.int8 or filled != tuple(shape):
+    if residual.dtype is not torch.int8 or _filled(residual, shape) != tuple(shape):
         given = f"a residual of {residual.dtype} {tuple(residual.shape)}"
         raise InputError(f"{given}: give int8 of the shape of the spikes, {tuple(shape)}")
+
+
+def check_added(added: Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> None:
+    """InputError unless something, if there is such, can be added to what neurons of a shape are given in a dtype."""
+    if added is not None and (added.dtype not in (torch.int8, dtype) or _filled(added, shape) != tuple(shape)):
+        given = f"to add {added.dtype} {tuple(added.shape)}"
+        raise InputError(f"{given}: give int8 or {dtype} of the shape of the spikes, {tuple(shape)}")
+
+
+def _filled(x: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    return (*x.shape, *(1,) * (len(shape) - x.dim()))

@@ -124,6 +124,28 @@ def test_a_residual_is_joined_with_the_spikes(name, connect, device):
     assert_same(fused, (torch.empty_like(alone[0]).copy_(expected), alone[1]))
 
 
+@pytest.mark.slow(reason="interprets both ways")
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float32])
+@pytest.mark.parametrize("name", ["odd channels", "contiguous", "linear", "no images"])
+def test_what_neurons_are_given_besides(name, kind, device):
+    """A sum behind the batch-norm, which then is apart from the neurons."""
+    from sparsecomp.lowering.spiking import lif, spike_conv
+
+    shape, kernel, window, groups, digits, channels_last = LAYERS[name]
+    x, weight, bias = sample(shape, kernel, device, high=3)
+    neuron = neuron_arguments("lif", device=device)
+    norm = (torch.zeros(kernel[0], device=device), torch.full((kernel[0],), 0.25, device=device))
+    plain, _ = both(x, weight, bias, window, groups, digits, channels_last, 4, neuron)
+    added = torch.randint(-2, 3, plain[0].shape, generator=torch.Generator().manual_seed(4)).to(device, kind)
+    normed = (*neuron[:2], *norm, None, None, 0.0, *neuron[7:])
+    fused, _ = both(x, weight, bias, window, groups, digits, channels_last, 4, normed, added=added)
+    how = (*window, groups, digits, "binary", 1.0, None, SPREAD, channels_last)
+    current = 2 * spike_conv.launch_counts(x, weight, bias, *how).unflatten(0, (4, -1)) + added
+    assert_same(fused, lif.launch_lif(current, *neuron))
+    assert not plain[0].numel() or not torch.equal(fused[0], plain[0])
+
+
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_a_window_that_has_no_place_is_refused_as_eager_does(device):
     x, weight, bias = sample((8, 32, 2, 2), (8, 32, 3, 3), device, high=3)
@@ -217,8 +239,8 @@ def test_compiles_to_int8_tensor_core_instructions(capability, charge, slots, ma
         KERNEL_TYPES
         + f"""
 from sparsecomp.lowering.spiking.kernels.conv_lif import conv_lif_kernel as kernel
-constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True, VECTOR=16, SCALED=True,
-                 STEPS={slots}, SLOTS={slots}, CHARGE="{charge}", HALVES=False, DECAY_INPUT=True, SOFT_RESET=False,
+constants = dict(v_ptr=None, added_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True, VECTOR=16,
+                 SCALED=True, STEPS={slots}, SLOTS={slots}, CHARGE="{charge}", HALVES=False, DECAY_INPUT=True, SOFT_RESET=False,
                  BM=64, BN=64, BK=64, out_channel=1, {maps})
 signature = {{n: types.get(n, "i32") for n in kernel.arg_names}}
 built = build(kernel, signature, constants, {capability}, whole=whole, num_warps=4, num_stages=3)
@@ -246,8 +268,8 @@ def test_hopper_kernel_compiles_without_spills_and_moves_whole_vectors(digits, s
 from triton.experimental.gluon._runtime import GluonASTSource
 from sparsecomp.lowering.spiking.kernels.conv_lif_hopper import conv_lif_hopper_kernel as kernel
 BM, BN, WARPS = {blocks}
-constants = dict(v_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True, SCALED=False, STEPS={slots},
-                 SLOTS={slots}, CHARGE="{charge}", HALVES=True, DECAY_INPUT=True, SOFT_RESET=False,
+constants = dict(v_ptr=None, added_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}, HAS_BIAS=True, SCALED=False,
+                 STEPS={slots}, SLOTS={slots}, CHARGE="{charge}", HALVES=True, DECAY_INPUT=True, SOFT_RESET=False,
                  BM=BM, BN=BN, BK=64, STAGES=4, num_warps=WARPS, out_channel=1, CONNECT="{connect}")
 if not "{connect}":
     constants["residual_ptr"] = None

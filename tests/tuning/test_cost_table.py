@@ -41,10 +41,12 @@ from sparsecomp.lowering.sparse.spmm_csr import SpmmCsr
 from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
-from sparsecomp.lowering.spiking.conv_lif import ConvLif, conv_lif_problem
+from sparsecomp.lowering.spiking.conv_lif import conv_lif_problem
+from sparsecomp.lowering.spiking.conv_neuron import Described, conv_neuron_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.direct_conv import DirectConv, direct_conv_problem
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
+from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.spiking.lif import Lif
 from sparsecomp.lowering.spiking.neuron import Axis, Neurons
@@ -131,10 +133,19 @@ def _conv(n: int, c: int, size: int, side: int, groups: int, digits: int, select
     return binary_conv_problem(Convolution.of(*shapes, window, groups), digits, select)
 
 
-def _fired(n: int, c: int, size: int, side: int, steps: int, connect: str = "") -> ConvLif:
+def _fired(n: int, c: int, size: int, side: int, steps: int, connect: str = "") -> FusedLayer:
     conv = Convolution.of((n * steps, c, size, size), (c,), Window.centred((side, side), (1, 1)))
     neuron = (0.0, 1e-5, 2.0, 1.0, 0.0, steps, "lif", True, False, False, True, True, True)
     return conv_lif_problem(conv, 3, neuron, connect=connect)
+
+
+def _described(n: int, c: int, size: int, steps: int, dtype: str) -> FusedLayer:
+    conv = Convolution.of((n * steps, c, size, size), (c,), Window.centred((3, 3), (1, 1)), dtype=dtype)
+    neuron = neuron_of("t0 = add v0 x; t1 = ge t0 n0; t2 = where t1 n1 t0; spike t1; v0 t2")
+    neurons = Described(
+        steps, neuron, dtype, 1e-5, (False,) * 6, (0.0,) * 2, (0.0,) * 8, (False,) * 2, (False,) * 6, True, True, True
+    )
+    return conv_neuron_problem(conv, 2, neurons, added="int8" if steps > 1 else "")
 
 
 def _direct(n: int, c: int, size: int, groups: int) -> DirectConv:
@@ -381,6 +392,7 @@ PROBLEMS: dict[str, list[Any]] = {
         _fired(32, 64, 56, 3, 4), _fired(1, 512, 7, 3, 1), _fired(8, 96, 14, 1, 6), _fired(2, 20, 9, 3, 16),
         _fired(32, 64, 56, 3, 4, "add"),
     ],
+    "conv_neuron": [_described(32, 64, 56, 4, "float16"), _described(2, 20, 9, 1, "float32")],
     "neuron": [_neuron(960, 3), _neuron(10**6, 4)],
     "neuron_gradients": [NeuronGradients(_neuron(960, 3), (False,) * 2, (True,) * 8),
                          NeuronGradients(_neuron(10**6, 20), (True, False), (False,) * 8)],

@@ -32,6 +32,7 @@ from sparsecomp.lowering.sparse.spmm_nm import SpmmNM
 from sparsecomp.lowering.sparse.stored_places import WriteOut
 from sparsecomp.lowering.spiking.binary_conv import binary_conv_problem
 from sparsecomp.lowering.spiking.conv_lif import conv_lif_problem
+from sparsecomp.lowering.spiking.conv_neuron import Described, conv_neuron_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps
 from sparsecomp.lowering.spiking.event_conv import Accumulate, FindEvents, PackEvents
 from sparsecomp.lowering.spiking.lif import Lif
@@ -186,6 +187,14 @@ PROBLEMS: dict[str, list[Any]] = {
         conv_lif_problem(
             _conv(c=20, k=24)._replace(n=16), 4,
             (0.0, 1e-5, 1.0, 0.5, 0.0, 16, "plif", False, False, False, True, False, False), connect="iand",
+        ),
+    ],
+    "conv_neuron": [
+        conv_neuron_problem(
+            _conv(c=32, k=48)._replace(n=6, dtype="float16"), 2,
+            Described(3, neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; spike t2; v0 t1"), "float16", 1e-5,
+                      (True, *[False] * 5), (0.0, 0.5), (0.25,) * 8, (True, False), (True, *[False] * 5), True, True,
+                      False), keep=False, connect="and", added="float16",
         ),
     ],
     "neuron": [Neurons(77, 77, 77, (Axis(7, 1), *[Axis(1, 1)] * 5), (0.0, 0.5), (0.25,) * 8, 3,

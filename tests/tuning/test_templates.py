@@ -11,6 +11,7 @@ from sparsecomp.lowering.cache.signature import Device, device_of
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, binary_conv_problem
 from sparsecomp.lowering.spiking.conv_lif import CONV_LIF, conv_lif_problem
+from sparsecomp.lowering.spiking.conv_neuron import CONV_NEURON, Described, conv_neuron_problem
 from sparsecomp.lowering.spiking.convolution import Convolution, Maps, OutputStrides
 from sparsecomp.lowering.spiking.direct_conv import DIRECT_CONV, direct_conv_problem
 from sparsecomp.lowering.spiking.event_conv import ACCUMULATE, Accumulate
@@ -97,6 +98,19 @@ PROBLEMS = [
             (0.1, 0.0, 1.5, 0.5, 0.0, 3, "plif", False, True, False, False, False, False), keep=False, connect="add",
         ),
         id="conv_lif of three steps",
+    ),
+    pytest.param(
+        CONV_NEURON,
+        conv_neuron_problem(
+            Convolution.of((8, 64, 6, 5), (48,), SQUARE, dtype="float16", has_bias=True), 2,
+            Described(
+                4, neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = float16 t1; t3 = ge t2 p1; spike t3; v0 t2"),
+                "float16", 1e-5, (True, *[False] * 5), (0.1, 0.0), (0.3,) * 8, (False, False),
+                (True, True, *[False] * 4), True, True, True,
+            ),
+            connect="add", added="int8",
+        ),
+        id="conv_neuron",
     ),
     pytest.param(
         NEURON,

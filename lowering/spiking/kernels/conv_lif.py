@@ -6,7 +6,9 @@ the sums are taken apart by step, and the membrane walks through them in registe
 sums never.
 """
 
+from functools import partial
 from math import gcd
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -14,17 +16,17 @@ import triton.language as tl
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
-from sparsecomp.lowering.spiking.conv_lif import ConvLif
 from sparsecomp.lowering.spiking.convolution import beyond_images
+from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.kernels.binary_conv import float_sums, int8_sums, int8_tiles, joined, window_corners
-from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step, normalised
 from sparsecomp.lowering.tuning.template import Config, Template
 
 
 @triton.jit
 def conv_lif_kernel(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, v_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, rate_ptr,
-    residual_ptr, spikes_ptr, last_ptr,
+    added_ptr, residual_ptr, spikes_ptr, last_ptr,
     M, N, D, H, W, OD, OH, OW, C, K, CP,
     stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w,
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_t, weight_r, weight_s, multiplier,
@@ -35,10 +37,67 @@ def conv_lif_kernel(
     DECAY_INPUT: tl.constexpr, SOFT_RESET: tl.constexpr, CONNECT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
 ):  # fmt: skip
-    """`lif_kernel` of what `binary_conv_kernel` gives; see both.
+    """`lif_kernel` of what `binary_conv_kernel` gives, and `added`, if there is such; see both.
 
     x: (STEPS·N, D, H, W, C) int8. M = N·OD·OH·OW, the output pixels of one step. SLOTS, a power of two, is STEPS or
-    more. The strides of the output are those of the spikes, of what they are connected with, and of both membranes.
+    more. The strides of the output are those of the spikes, of what is added to their neurons' currents, of what they
+    are connected with, and of both membranes.
+    """
+    PIXELS: tl.constexpr = BM // SLOTS
+    value, first, k, col_ok = layer_sums(
+        x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, M, N, D, H, W, OD, OH, OW, C, K, CP,
+        stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w,
+        weight_k, weight_c, weight_t, weight_r, weight_s, multiplier,
+        T, R, S, GROUPS, DIGITS, HAS_BIAS, VOLUMES, EVEN_C, VECTOR, SCALED, STEPS, SLOTS, BM, BN, BK,
+    )  # fmt: skip
+    currents = by_step(value, SLOTS, PIXELS, BN)
+    mean = None
+    gain = None
+    shift = None
+    rate = None
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + k, mask=col_ok, other=0.0)[None, :]
+        gain = batch_norm_gain(var_ptr, gamma_ptr, k, col_ok, eps, gamma_ptr is not None)[None, :]
+        if beta_ptr is not None:
+            shift = tl.load(beta_ptr + k, mask=col_ok, other=0.0)[None, :]
+    if rate_ptr is not None:
+        rate = tl.load(rate_ptr).to(tl.float32)
+    offset, mask = places(first, k, col_ok, M, OD * OH * OW, out_pixel, out_channel, out_image, PIXELS)
+    zero = tl.zeros((PIXELS, BN), tl.float32)
+    v = zero + v0
+    if v_ptr is not None:
+        v = tl.load(v_ptr + offset, mask=mask, other=0.0)
+    step_size = tl.cast(N, tl.int64) * out_image
+    if added_ptr is not None:
+        added = all_steps(added_ptr + offset, mask, step_size, STEPS)
+    if residual_ptr is not None:
+        residuals = all_steps(residual_ptr + offset, mask, step_size, STEPS)
+    for step in tl.static_range(STEPS):
+        current = normalised(currents[step], mean, gain, shift)
+        if added_ptr is not None:
+            current += added[step].to(tl.float32)
+        fired, v = lif_step(current, v, rate, zero + tau, threshold, reset, CHARGE, HALVES, DECAY_INPUT, SOFT_RESET)
+        spikes = fired.to(tl.int8)
+        if residual_ptr is not None:
+            spikes = connected_block(fired, residuals[step], CONNECT)
+        tl.store(spikes_ptr + step * step_size + offset, spikes, mask=mask)
+    if last_ptr is not None:
+        tl.store(last_ptr + offset, v, mask=mask)
+
+
+@triton.jit
+def layer_sums(
+    x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, M, N, D, H, W, OD, OH, OW, C, K, CP,
+    stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w,
+    weight_k, weight_c, weight_t, weight_r, weight_s, multiplier,
+    T: tl.constexpr, R: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr, DIGITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, VOLUMES: tl.constexpr, EVEN_C: tl.constexpr, VECTOR: tl.constexpr,
+    SCALED: tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """The block's sums, float32 (BM, BN), bias included: a row a slot of an output pixel.
+
+    Then the first of its pixels, its output channels, and which of them there are.
     """
     pid = tl.program_id(0)
     kg = K // GROUPS
@@ -53,9 +112,9 @@ def conv_lif_kernel(
     cols = (pn % blocks_n) * BN + tl.arange(0, BN)
     col_ok = cols < kg
     k = group * kg + cols
-    PIXELS: tl.constexpr = BM // SLOTS
+    first = pm * (BM // SLOTS)
     rows = tl.arange(0, BM)
-    place = pm * PIXELS + rows // SLOTS
+    place = first + rows // SLOTS
     row_ok = (place < M) & (rows % SLOTS < STEPS)
     area = OD * OH * OW
     x_row, frame, ih, iw = window_corners(
@@ -78,40 +137,17 @@ def conv_lif_kernel(
             value *= multiplier
     if HAS_BIAS:
         value += tl.load(bias_ptr + k, mask=col_ok, other=0.0).to(tl.float32)[None, :]
-    currents = by_step(value, SLOTS, PIXELS, BN)
-    mean = None
-    gain = None
-    shift = None
-    rate = None
-    if mean_ptr is not None:
-        mean = tl.load(mean_ptr + k, mask=col_ok, other=0.0)[None, :]
-        gain = batch_norm_gain(var_ptr, gamma_ptr, k, col_ok, eps, gamma_ptr is not None)[None, :]
-        if beta_ptr is not None:
-            shift = tl.load(beta_ptr + k, mask=col_ok, other=0.0)[None, :]
-    if rate_ptr is not None:
-        rate = tl.load(rate_ptr).to(tl.float32)
-    place = pm * PIXELS + tl.arange(0, PIXELS)
+    return value, first, k, col_ok
+
+
+@triton.jit
+def places(
+    first, k, col_ok, M, area, out_pixel, out_channel, out_image, PIXELS: tl.constexpr
+):  # fmt: skip
+    """Where the outputs of a block's pixels and channels lie in one step, and which of them there are."""
+    place = first + tl.arange(0, PIXELS)
     out_row = (place // area).to(tl.int64) * out_image + (place % area).to(tl.int64) * out_pixel
-    offset = out_row[:, None] + (k.to(tl.int64) * out_channel)[None, :]
-    mask = (place < M)[:, None] & col_ok[None, :]
-    zero = tl.zeros((PIXELS, BN), tl.float32)
-    v = zero + v0
-    if v_ptr is not None:
-        v = tl.load(v_ptr + offset, mask=mask, other=0.0)
-    step_size = tl.cast(N, tl.int64) * out_image
-    if residual_ptr is not None:
-        residuals = all_steps(residual_ptr + offset, mask, step_size, STEPS)
-    for step in tl.static_range(STEPS):
-        fired, v = lif_step(
-            currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset,
-            CHARGE, HALVES, DECAY_INPUT, SOFT_RESET,
-        )  # fmt: skip
-        spikes = fired.to(tl.int8)
-        if residual_ptr is not None:
-            spikes = connected_block(fired, residuals[step], CONNECT)
-        tl.store(spikes_ptr + step * step_size + offset, spikes, mask=mask)
-    if last_ptr is not None:
-        tl.store(last_ptr + offset, v, mask=mask)
+    return out_row[:, None] + (k.to(tl.int64) * out_channel)[None, :], (place < M)[:, None] & col_ok[None, :]
 
 
 @triton.jit
@@ -156,35 +192,41 @@ def connected_block(fired, residual, CONNECT: tl.constexpr):
         return tl.where(fired, 0, residual).to(tl.int8)
 
 
-def _refuse(problem: ConvLif, device: Device) -> str | None:
+LAYER = (
+    layer_sums, places, by_step, interleaved, all_steps, connected_block, window_corners, int8_sums, joined, float_sums
+)
+"""What kernels around these products, by step, are made of."""
+
+
+def hopper_instead(problem: FusedLayer, device: Device) -> str | None:
+    """Whether Hopper's kernel takes a problem."""
     if device.is_hopper and problem.conv.cp == problem.conv.cg and beyond_images(problem.conv) is None:
-        return "conv_lif_hopper takes it, whose products overlap"
+        return f"{problem.name}_hopper takes it, whose products overlap"
     return None
 
 
-def _space(problem: ConvLif, device: Device) -> list[Config]:
+def blocks(problem: FusedLayer, device: Device) -> list[Config]:
+    """Blocks of whole pixels."""
     tiles = int8_tiles(problem.conv.kg, problem.conv.cp, problem.digits, device)
     return [config for config in tiles if config["BM"] % problem.slots == 0]
 
 
-def _prepare(problem: ConvLif, config: Config) -> Launch:
+def launch_of(kernel: Any, problem: FusedLayer, config: Config) -> Launch:
+    """A kernel's launch on a problem, in blocks."""
     p = problem.in_volumes
     constants = {**p.constants, "VOLUMES": beyond_images(problem.conv) is not None, "EVEN_C": p.conv.cp == p.conv.cg}
     constants |= {"VECTOR": gcd(p.conv.cg, 16)}
     constants |= {name: config[name] for name in ("BM", "BN", "BK")}
     options = {"num_warps": config["warps"], "num_stages": config["stages"], "enable_fp_fusion": False}
-    return Launch(conv_lif_kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)
+    return Launch(kernel, p.grid(config["BM"], config["BN"]), p.numbers, constants, **options)
 
 
 CONV_LIF = Template(
     name="conv_lif",
     op="conv_lif",
-    sources=(
-        conv_lif_kernel, by_step, interleaved, all_steps, connected_block, window_corners, int8_sums, joined,
-        float_sums, batch_norm_gain, lif_step,
-    ),
-    refuse=_refuse,
-    space=_space,
+    sources=(conv_lif_kernel, *LAYER, batch_norm_gain, normalised, lif_step),
+    refuse=hopper_instead,
+    space=blocks,
     cost=conv_lif_cost(hopper=False),
-    prepare=_prepare,
+    prepare=partial(launch_of, conv_lif_kernel),
 )  # fmt: skip

@@ -4,24 +4,27 @@ A warp's products give it the sums of whole output pixels, all steps of each, so
 nothing from one warp to another.
 """
 
+from functools import partial
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
-from sparsecomp.lowering.spiking.conv_lif import ConvLif
+from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.kernels import binary_conv_hopper
 from sparsecomp.lowering.spiking.kernels.binary_conv_hopper import copies, float_products, image_and_pixel, products
 from sparsecomp.lowering.spiking.kernels.conv_lif import all_steps, connected_block
-from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step, normalised
 from sparsecomp.lowering.tuning.template import Config, Template
 
 
 @gluon.jit
 def conv_lif_hopper_kernel(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, v_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, rate_ptr,
-    residual_ptr, spikes_ptr, last_ptr,
+    added_ptr, residual_ptr, spikes_ptr, last_ptr,
     M, N, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier,
@@ -32,15 +35,59 @@ def conv_lif_hopper_kernel(
     BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `conv_lif_kernel`."""
-    pid = gl.program_id(0)
-    kg = K // GROUPS
+    value = layer_sums(
+        x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, M, N, H, W, OH, OW, C, K, CP,
+        stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_k, weight_c, weight_r, weight_s, multiplier,
+        R, S, GROUPS, DIGITS, HAS_BIAS, SCALED, STEPS, SLOTS, BM, BN, BK, STAGES, num_warps,
+    )  # fmt: skip
+    PIXELS: gl.constexpr = BM // SLOTS
+    currents = by_step(value, SLOTS, PIXELS, BN, num_warps)
+    held: gl.constexpr = currents[0].type.layout
+    k, col_ok, offset, mask = places(M, OH * OW, K, out_pixel, out_channel, out_image, GROUPS, PIXELS, BN, held)
+    mean = None
+    gain = None
+    shift = None
+    rate = None
+    if mean_ptr is not None:
+        mean = gl.load(mean_ptr + k, mask=col_ok, other=0.0)[None, :]
+        gain = batch_norm_gain(var_ptr, gamma_ptr, k, col_ok, eps, gamma_ptr is not None)[None, :]
+        if beta_ptr is not None:
+            shift = gl.load(beta_ptr + k, mask=col_ok, other=0.0)[None, :]
+    if rate_ptr is not None:
+        rate = gl.load(rate_ptr).to(gl.float32)
+    zero = gl.zeros((PIXELS, BN), gl.float32, held)
+    v = zero + v0
+    if v_ptr is not None:
+        v = gl.load(v_ptr + offset, mask=mask, other=0.0)
+    step_size = gl.cast(N, gl.int64) * out_image
+    if added_ptr is not None:
+        added = all_steps(added_ptr + offset, mask, step_size, STEPS)
+    if residual_ptr is not None:
+        residuals = all_steps(residual_ptr + offset, mask, step_size, STEPS)
+    for step in gl.static_range(STEPS):
+        current = normalised(currents[step], mean, gain, shift)
+        if added_ptr is not None:
+            current += added[step].to(gl.float32)
+        fired, v = lif_step(current, v, rate, zero + tau, threshold, reset, CHARGE, HALVES, DECAY_INPUT, SOFT_RESET)
+        spikes = fired.to(gl.int8)
+        if residual_ptr is not None:
+            spikes = connected_block(fired, residuals[step], CONNECT)
+        gl.store(spikes_ptr + step * step_size + offset, spikes, mask=mask)
+    if last_ptr is not None:
+        gl.store(last_ptr + offset, v, mask=mask)
+
+
+@gluon.jit
+def layer_sums(
+    x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, M, N, H, W, OH, OW, C, K, CP,
+    stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_k, weight_c, weight_r, weight_s, multiplier,
+    R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr, STEPS: gl.constexpr, SLOTS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The block's sums, bias included, in the layout of the products: a row a slot of an output pixel."""
+    pm, group, k0, kg = block_of(K, GROUPS, BN)
     cg = C // GROUPS
-    blocks_n = gl.cdiv(kg, BN)
-    pm = pid // (blocks_n * GROUPS)
-    pn = pid % (blocks_n * GROUPS)
-    group = pn // blocks_n
-    k0 = (pn % blocks_n) * BN
-    area = OH * OW
     rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, copies(BK, num_warps)))
     row_ok = (rows // SLOTS < M) & (rows % SLOTS < STEPS)
     value = products(
@@ -66,48 +113,41 @@ def conv_lif_hopper_kernel(
             value *= multiplier
     if HAS_BIAS:
         value += gl.load(bias_ptr + k, mask=col_ok, other=0.0).to(gl.float32)[None, :]
+    return value
 
-    PIXELS: gl.constexpr = BM // SLOTS
-    cube = gl.permute(gl.reshape(value, (PIXELS, SLOTS, BN)), (0, 2, 1))
-    currents = _by_step(gl.convert_layout(cube, _steps_inside(BN, SLOTS, num_warps)), SLOTS, PIXELS, BN)
-    held: gl.constexpr = currents[0].type.layout
-    places = pm * PIXELS + gl.arange(0, PIXELS, layout=gl.SliceLayout(1, held))
-    cols = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, held))
+
+@gluon.jit
+def block_of(K, GROUPS: gl.constexpr, BN: gl.constexpr):
+    """The program's block of rows, its group, and the first of its output channels in the group and how many it has."""
+    pid = gl.program_id(0)
+    kg = K // GROUPS
+    blocks_n = gl.cdiv(kg, BN)
+    pn = pid % (blocks_n * GROUPS)
+    return pid // (blocks_n * GROUPS), pn // blocks_n, (pn % blocks_n) * BN, kg
+
+
+@gluon.jit
+def places(
+    M, area, K, out_pixel, out_channel, out_image,
+    GROUPS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The block's output channels and which there are, where its outputs lie in one step, and which there are."""
+    pm, group, k0, kg = block_of(K, GROUPS, BN)
+    place = pm * PIXELS + gl.arange(0, PIXELS, layout=gl.SliceLayout(1, LAYOUT))
+    cols = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
     col_ok = cols < kg
     k = group * kg + cols
-    mean = None
-    gain = None
-    shift = None
-    rate = None
-    if mean_ptr is not None:
-        mean = gl.load(mean_ptr + k, mask=col_ok, other=0.0)[None, :]
-        gain = batch_norm_gain(var_ptr, gamma_ptr, k, col_ok, eps, gamma_ptr is not None)[None, :]
-        if beta_ptr is not None:
-            shift = gl.load(beta_ptr + k, mask=col_ok, other=0.0)[None, :]
-    if rate_ptr is not None:
-        rate = gl.load(rate_ptr).to(gl.float32)
-    image, pixel = image_and_pixel(places, area, 0, 1)
+    image, pixel = image_and_pixel(place, area, 0, 1)
     offset = (image.to(gl.int64) * out_image + pixel.to(gl.int64) * out_pixel)[:, None]
     offset = offset + (k.to(gl.int64) * out_channel)[None, :]
-    mask = (places < M)[:, None] & col_ok[None, :]
-    zero = gl.zeros((PIXELS, BN), gl.float32, held)
-    v = zero + v0
-    if v_ptr is not None:
-        v = gl.load(v_ptr + offset, mask=mask, other=0.0)
-    step_size = gl.cast(N, gl.int64) * out_image
-    if residual_ptr is not None:
-        residuals = all_steps(residual_ptr + offset, mask, step_size, STEPS)
-    for step in gl.static_range(STEPS):
-        fired, v = lif_step(
-            currents[step], v, mean, gain, shift, rate, zero + tau, threshold, reset,
-            CHARGE, HALVES, DECAY_INPUT, SOFT_RESET,
-        )  # fmt: skip
-        spikes = fired.to(gl.int8)
-        if residual_ptr is not None:
-            spikes = connected_block(fired, residuals[step], CONNECT)
-        gl.store(spikes_ptr + step * step_size + offset, spikes, mask=mask)
-    if last_ptr is not None:
-        gl.store(last_ptr + offset, v, mask=mask)
+    return k, col_ok, offset, (place < M)[:, None] & col_ok[None, :]
+
+
+@gluon.jit
+def by_step(value, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr):
+    """The blocks (PIXELS, BN) of each of SLOTS steps, of rows that are steps beside each other, pixel by pixel."""
+    cube = gl.permute(gl.reshape(value, (PIXELS, SLOTS, BN)), (0, 2, 1))
+    return _halved(gl.convert_layout(cube, _steps_inside(BN, SLOTS, num_warps)), SLOTS, PIXELS, BN)
 
 
 @gluon.constexpr_function
@@ -117,7 +157,7 @@ def _steps_inside(BN, SLOTS, num_warps):
 
 
 @gluon.jit
-def _by_step(cube, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr):
+def _halved(cube, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr):
     """The blocks (PIXELS, BN) of each of SLOTS steps, of a block (PIXELS, BN, SLOTS)."""
     if SLOTS == 1:
         return (gl.reshape(cube, (PIXELS, BN)),)
@@ -125,40 +165,45 @@ def _by_step(cube, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr):
         half: gl.constexpr = SLOTS // 2
         # the last bit of the step is innermost, so that every other step is in either half
         even, odd = gl.split(gl.reshape(cube, (PIXELS, BN, half, 2)))
-        evens = _by_step(even, half, PIXELS, BN)
-        odds = _by_step(odd, half, PIXELS, BN)
+        evens = _halved(even, half, PIXELS, BN)
+        odds = _halved(odd, half, PIXELS, BN)
         both = (evens[0], odds[0])
         for i in gl.static_range(1, half):
             both = both + (evens[i], odds[i])
         return both
 
 
-def _refuse(problem: ConvLif, device: Device) -> str | None:
+LAYER = (
+    layer_sums, block_of, places, by_step, _halved, all_steps, connected_block, *binary_conv_hopper.SOURCES
+)  # fmt: skip
+"""What kernels around these products, by step, are made of."""
+
+
+def why_no_products(problem: FusedLayer, device: Device) -> str | None:
+    """Why the products cannot run on a device, None if they can."""
     return binary_conv_hopper.why_no_products(problem.product, device)
 
 
-def _space(problem: ConvLif, device: Device) -> list[Config]:
-    blocks = binary_conv_hopper.product_blocks(problem.product, device)
-    return [config for config in blocks if config["BM"] % problem.slots == 0]
+def blocks(problem: FusedLayer, device: Device) -> list[Config]:
+    """Blocks of whole pixels."""
+    found = binary_conv_hopper.product_blocks(problem.product, device)
+    return [config for config in found if config["BM"] % problem.slots == 0]
 
 
-def _prepare(problem: ConvLif, config: Config) -> Launch:
-    p = problem
-    constants = {**p.constants, **{name: config[name] for name in ("BM", "BN", "BK")}}
+def launch_of(kernel: Any, problem: FusedLayer, config: Config) -> Launch:
+    """A kernel's launch on a problem, in blocks."""
+    constants = {**problem.constants, **{name: config[name] for name in ("BM", "BN", "BK")}}
     constants |= {"STAGES": config["stages"], "num_warps": config["warps"]}
-    grid = p.grid(config["BM"], config["BN"])
-    return Launch(conv_lif_hopper_kernel, grid, p.numbers, constants, enable_fp_fusion=False)
+    grid = problem.grid(config["BM"], config["BN"])
+    return Launch(kernel, grid, problem.numbers, constants, enable_fp_fusion=False)
 
 
 CONV_LIF_HOPPER = Template(
     name="conv_lif_hopper",
     op="conv_lif",
-    sources=(
-        conv_lif_hopper_kernel, _by_step, all_steps, connected_block, batch_norm_gain, lif_step,
-        *binary_conv_hopper.SOURCES,
-    ),
-    refuse=_refuse,
-    space=_space,
+    sources=(conv_lif_hopper_kernel, *LAYER, batch_norm_gain, normalised, lif_step),
+    refuse=why_no_products,
+    space=blocks,
     cost=conv_lif_cost(hopper=True),
-    prepare=_prepare,
-)  # fmt: skip
+    prepare=partial(launch_of, conv_lif_hopper_kernel),
+)

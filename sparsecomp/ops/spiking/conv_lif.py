@@ -9,15 +9,16 @@ from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.spiking.spike_conv import reference_counts
-from sparsecomp.reference.connect import check_residual, connected
+from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.geometry import Window, laid_out
-from sparsecomp.reference.lif import lif_reference
+from sparsecomp.reference.lif import lif_reference, normalised
 
 library.define(
     "conv_lif(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
     "int groups, int digits, float scale, float spread, bool channels_last, int steps, Tensor? v, float v0, "
     "Tensor? mean, Tensor? var, Tensor? gamma, Tensor? beta, float eps, str charge, float tau, Tensor? rate, "
-    "bool decay_input, float threshold, float? reset, bool keep, Tensor? residual=None, str connect='add') "
+    "bool decay_input, float threshold, float? reset, bool keep, Tensor? residual=None, str connect='add', "
+    "Tensor? added=None) "
     "-> (Tensor, Tensor)",
     tags=TAGS,
 )
@@ -52,6 +53,7 @@ def conv_lif(
     keep: bool = True,
     residual: Tensor | None = None,
     connect: str = "add",
+    added: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`lif` of :func:`spike_conv` with `implementation="binary"`: the same spikes, bit for bit. No gradient.
 
@@ -70,29 +72,36 @@ def conv_lif(
         residual: (T, N, K, …) int8, or (T, N, K) for maps of one pixel: what the spikes are joined with, or None.
         connect: how, as SEW-ResNet has it (Fang et al. 2021, arXiv:2102.04159): `add` (residual + spike),
             `and` (residual · spike) or `iand` (residual · (1 - spike)).
+        added: (T, N, K, …) int8 or float32, or (T, N, K) for maps of one pixel: what is added to the batch-norm's
+            result, as the blocks of MS-ResNet (Hu et al. 2021, arXiv:2112.08954) and of spiking ResNets are, or None.
 
     Returns:
         `(spikes, v)`: (T, N, K, …) int8, in {0, 1} without a residual, and (N, K, …) float32, of no elements if not
         asked for. With a residual, what both join to in place of the spikes, as sums and products of int8 are.
 
     Raises:
-        InputError: a residual of another dtype or number of elements, or an unknown `connect`.
+        InputError: a residual, or something to add, of another dtype or shape, or an unknown `connect`.
     """
     return torch.ops.sparsecomp.conv_lif.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
         v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual, connect,
+        added,
     )  # fmt: skip
 
 
 def _reference(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
-    connect="add",
+    connect="add", added=None,
 ):  # fmt: skip
     current = reference_counts(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
-    neuron = (mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset)
+    if mean is not None:
+        current = normalised(current, mean, var, gamma, beta, eps)
+    check_added(added, weight.dtype, current.shape)
+    current = current if added is None else current + added.reshape(current.shape)
+    neuron = (None, None, None, None, eps, charge, tau, rate, decay_input, threshold, reset)
     v = None if v is None else v.reshape(current.shape[1:])  # of a linear layer it has no pixels
     check_residual(residual, connect, current.shape)
     spikes, last = lif_reference(current, v, v0, *neuron)
@@ -110,13 +119,14 @@ def _cuda(*arguments):
 def _fake(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
-    connect="add",
+    connect="add", added=None,
 ):  # fmt: skip
     kernel = weight.shape if weight.dim() > 2 else (*weight.shape, 1, 1)
     size = Window.of(kernel, stride, padding, dilation).output_size(counts.shape[2:])
     made = laid_out(counts.new_empty((counts.shape[0], weight.shape[0], *size)), channels_last)
     spikes = made.unflatten(0, (steps, counts.shape[0] // steps))
     check_residual(residual, connect, spikes.shape)
+    check_added(added, weight.dtype, spikes.shape)
     last = torch.empty_like(spikes[0], dtype=torch.float32) if keep else weight.new_empty(0)
     return spikes, last
 

@@ -1,0 +1,136 @@
+"""A convolution on spikes and the described neurons that read it, over all time steps, as one operator.
+
+What :func:`conv_lif` is for integrate-and-fire neurons, for a neuron of any small description and in half precision
+too: a rewrite for inference, which writes spikes in place of a number for each neuron and step.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparsecomp.ops.library import TAGS, implement, library
+from sparsecomp.ops.spiking.spike_conv import reference_counts
+from sparsecomp.reference.connect import check_added, check_residual, connected
+from sparsecomp.reference.geometry import Window, laid_out
+from sparsecomp.reference.layer_current import joined_current
+from sparsecomp.reference.neuron import STATES, neuron_reference
+
+library.define(
+    "conv_neuron(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
+    "int groups, int digits, float scale, float spread, bool channels_last, int steps, "
+    "Tensor? mean, Tensor? var, Tensor? gamma, Tensor? beta, float eps, Tensor?[] states, float[] starts, "
+    "Tensor[] parameters, float[] numbers, str step, bool keep, Tensor? residual=None, str connect='add', "
+    "Tensor? added=None) -> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
+)
+
+
+def conv_neuron(
+    counts: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    groups: int,
+    digits: int,
+    scale: float,
+    spread: float,
+    channels_last: bool,
+    steps: int,
+    mean: Tensor | None,
+    var: Tensor | None,
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    states: Sequence[Tensor | None],
+    starts: Sequence[float],
+    parameters: Sequence[Tensor],
+    numbers: Sequence[float],
+    step: str,
+    keep: bool = True,
+    residual: Tensor | None = None,
+    connect: str = "add",
+    added: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`neuron` of :func:`spike_conv` with `implementation="binary"`: the same spikes. No gradient.
+
+    What the layer gives is rounded to the dtype of its weight, and what a batch-norm and `added` make of it again, as
+    torch's operators round it; sums and states are float32.
+
+    Args:
+        counts: (T · N, C, …), int8: the spikes of all steps, one step behind the other.
+        weight: (K, C / groups, …) float32, float16 or bfloat16, or (K, C) for maps of one pixel.
+        bias: (K,) or None.
+        stride, padding, dilation, groups, digits, spread: as of `spike_conv`.
+        scale: of the counts, a power of two.
+        channels_last: how the results lie.
+        steps: T.
+        mean, var, gamma, beta: (K,) batch-norm between the two, or None.
+        eps: its own.
+        states: each (N, K, …) float32, or (N, K) for maps of one pixel, or None for its number of `starts` everywhere.
+        starts, numbers, step: as of `neuron`.
+        parameters: float32 tensors of one number, or of one for each of K channels.
+        keep: whether the last states are asked for.
+        residual, connect: as of `conv_lif`.
+        added: (T, N, K, …) int8 or of the weight's dtype, or (T, N, K) for maps of one pixel: what is added to what
+            neurons are given, or None.
+
+    Returns:
+        `(spikes, v0, v1)`: (T, N, K, …) int8, in {0, 1} without a residual, and (N, K, …) float32, of no elements where
+        there is no such state or it is not asked for.
+
+    Raises:
+        InputError: a residual, or something to add, of another dtype or shape, an unknown `connect`, or a `step` that
+            describes no neuron.
+    """
+    return torch.ops.sparsecomp.conv_neuron.default(
+        counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
+        mean, var, gamma, beta, eps, list(states), list(starts), list(parameters), list(numbers), step, keep, residual,
+        connect, added,
+    )  # fmt: skip
+
+
+def _reference(
+    counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
+    mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
+    added=None,
+):  # fmt: skip
+    sums = reference_counts(
+        counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
+    ).unflatten(0, (steps, counts.shape[0] // steps))
+    check_residual(residual, connect, sums.shape)
+    check_added(added, weight.dtype, sums.shape)
+    current = joined_current(sums, mean, var, gamma, beta, eps, added).float()
+    states = [None if v is None else v.reshape(current.shape[1:]) for v in states]
+    trailing = (-1, *[1] * (current.dim() - 3))
+    parameters = [one.reshape(trailing) for one in parameters]
+    spikes, *lasts = neuron_reference(current, states, starts, parameters, numbers, step, keep)
+    if residual is not None:
+        spikes = connected(spikes, residual.reshape(spikes.shape), connect)
+    return spikes, *lasts
+
+
+def _cuda(*arguments):
+    from sparsecomp.lowering.spiking import conv_neuron as layer  # loads Triton
+
+    return layer.launch_conv_neuron(*arguments)
+
+
+def _fake(
+    counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
+    mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
+    added=None,
+):  # fmt: skip
+    kernel = weight.shape if weight.dim() > 2 else (*weight.shape, 1, 1)
+    size = Window.of(kernel, stride, padding, dilation).output_size(counts.shape[2:])
+    made = laid_out(counts.new_empty((counts.shape[0], weight.shape[0], *size)), channels_last)
+    spikes = made.unflatten(0, (steps, counts.shape[0] // steps))
+    check_residual(residual, connect, spikes.shape)
+    check_added(added, weight.dtype, spikes.shape)
+    lasts = [torch.empty_like(spikes[0], dtype=torch.float32) for _ in states] if keep else []
+    return spikes, *lasts, *(spikes.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(lasts)))
+
+
+implement("conv_neuron", _reference, _cuda, _fake)

@@ -1,0 +1,23 @@
+"""What a layer on spikes gives its neurons: what stands between its sums and a neuron's first operation."""
+
+import torch
+from torch import Tensor
+
+from sparsecomp.reference.lif import normalised
+
+
+def joined_current(
+    sums: Tensor, mean: Tensor | None, var: Tensor | None, gamma: Tensor | None, beta: Tensor | None, eps: float,
+    added: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Sums (T, N, K, …) behind a batch-norm in evaluation and a residual, in the dtype of the sums.
+
+    Both compute in float32 at least, and what they give is rounded to that dtype, as torch's operators do.
+    """
+    dtype = sums.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    if mean is not None:
+        sums = normalised(sums.to(wide), mean, var, gamma, beta, eps).to(dtype)
+    if added is not None:
+        sums = (sums.to(wide) + added.reshape(sums.shape).to(wide)).to(dtype)
+    return sums
