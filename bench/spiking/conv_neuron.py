@@ -19,8 +19,9 @@ from bench.timing import graph_ms, guarded
 from sparsecomp import ops
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.spiking.binary_conv import BINARY_CONV, binary_conv_problem
-from sparsecomp.lowering.spiking.conv_lif import CONV_LIF, ConvLif, conv_lif_problem
+from sparsecomp.lowering.spiking.conv_lif import CONV_LIF, conv_lif_problem
 from sparsecomp.lowering.spiking.convolution import Convolution
+from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.tuning.autotune import tuner
 from sparsecomp.lowering.tuning.cards import Card
@@ -134,7 +135,7 @@ def decision_of(case: Case, card: Card) -> Decision:
         device="cuda", itemsize=4, n=case.batch * case.steps, c=case.c, size=(case.size,) * 2, k=case.k,
         window=case.window, groups=1, digits=3, density=None, active=None, tf32=False, channels_last=True, fused=True,
     )  # fmt: skip
-    return gate.decide(site, case.steps, card)
+    return gate.decide(site, gate.Behind(case.steps), card)
 
 
 def _calls(
@@ -177,11 +178,11 @@ def _configurations(row: Row, case: Case) -> None:
         guarded(row["configurations"], str(candidate.config), partial(_timed, row, candidate, calls))
 
 
-def _timed(row: Row, candidate: Candidate[ConvLif], calls: list[Callable[[], None]]) -> None:
+def _timed(row: Row, candidate: Candidate[FusedLayer], calls: list[Callable[[], None]]) -> None:
     row["configurations"][str(candidate.config)] = graph_ms(calls, 8)
 
 
-def _first(case: Case) -> list[Candidate[ConvLif]]:
+def _first(case: Case) -> list[Candidate[FusedLayer]]:
     device, problem = torch.device("cuda", 0), problem_of(case)
     return rank(CONV_LIF.candidates(problem, device_of(device)), problem, card_of(device))[:TRIED]
 
@@ -190,7 +191,7 @@ def _convolution(case: Case) -> Convolution:
     return Convolution.of((case.batch * case.steps, case.c, case.size, case.size), (case.k,), case.window)
 
 
-def problem_of(case: Case, connect: str = "") -> ConvLif:
+def problem_of(case: Case, connect: str = "") -> FusedLayer:
     """A case as the kernels see it, with a residual that is joined in a way or without."""
     neuron = (0.0, 1e-5, 2.0, 1.0, 0.0, case.steps, "lif", True, False, False, True, True, True)
     return conv_lif_problem(_convolution(case), 3, neuron, connect=connect)

@@ -149,7 +149,7 @@ class FusedCall:
 
 
 def all_steps(x: Tensor | None, step: tuple[int, ...], channels_last: bool) -> Tensor | None:
-    """(T, N, K, …), or (T, N, K) for maps of one pixel, as (T · N, K, …) that lies as the spikes of a `step`'s shape."""
+    """(T, N, K, …), or (T, N, K) for maps of one pixel, as (T · N, K, …) that lies as spikes of a `step`'s shape."""
     return None if x is None else laid_out(x.reshape(-1, *step[1:]), channels_last)
 
 

@@ -8,6 +8,8 @@ one launch in the configuration that it chooses now. Each layer gets the way tha
 of it.
 """
 
+from typing import NamedTuple
+
 from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import H100, Card
@@ -18,6 +20,8 @@ from sparsecomp.passes.cost.spiking import seconds_of
 _OPERATIONS, _DIVISION = 14, 49
 """Float operations' worth of time that a neuron's step adds to a product, one in float32 that no product hides; and a
 division by a number that is no power of two: what the same layers took longer when all their neurons divided."""
+_INSTRUCTIONS = 10
+"""Instructions of such a step. What described ones take was not measured: as many operations each."""
 _BLOCK, _TAIL = 128 * 64, 3e-6
 """Neurons' steps of a block, and seconds of the last blocks' neurons, which nothing hides. Where blocks are too few for
 all processors, they are half as large."""
@@ -27,46 +31,89 @@ _LEAST = 11e-6
 """Seconds of the smallest product measured, its packing of the weight included: estimates of small ones say less."""
 
 
-def decide(site: SiteInfo, steps: int, card: Card = H100, divides: bool = False) -> Decision:
+class Behind(NamedTuple):
+    """Neurons behind a layer.
+
+    Attributes:
+        steps: time steps.
+        divides: a step takes a division.
+        instructions: of a step of described neurons; 0 of the library's.
+    """
+
+    steps: int
+    divides: bool = False
+    instructions: int = 0
+
+    @property
+    def operations(self) -> float:
+        """Float operations' worth of a step."""
+        share = self.instructions / _INSTRUCTIONS if self.instructions else 1.0
+        return _OPERATIONS * share + _DIVISION * self.divides
+
+
+def decide(site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
     """`fused`, or `dense`, which stands here for the two launches.
 
     Args:
         site: the convolution, of all steps' images.
-        steps: time steps.
-        divides: a step of a neuron takes a division.
+        behind: the neurons.
     """
     product, layer = max(seconds_of(site, "binary", card), _LEAST), host.SPIKE_LAYER["binary"]
+    steps = behind.steps
     slots = 1 << (steps - 1).bit_length()
     rows = _neurons(site) * slots / steps
-    operations = _OPERATIONS + _DIVISION * divides
-    work = operations * rows / card.fp32 + (_TAIL if rows >= _BLOCK * card.processors else _TAIL / 2)
+    work = behind.operations * rows / card.fp32 + (_TAIL if rows >= _BLOCK * card.processors else _TAIL / 2)
     # spikes and last membranes, in place of the numbers that a product of so many rows writes
-    written = ((1 + 4 / steps) * _neurons(site) - 4 * rows) / (_SHARE * card.bandwidth)
+    written = ((1 + 4 / steps) * _neurons(site) - site.itemsize * rows) / (_SHARE * card.bandwidth)
     times = {
-        "dense": Time(product, layer).plus(_alone(site, steps, card)),
+        "dense": Time(product, layer).plus(_alone(site, behind, card)),
         "fused": Time(product * slots / steps + work + written, layer),
     }
     return fastest({name: time.waited(replayed=not site.hosted) for name, time in times.items()}, rival="apart")
 
 
-def with_neurons(
-    layer: Decision, site: SiteInfo, steps: int, card: Card = H100, divides: bool = False
-) -> Decision:  # fmt: skip
-    """The decision about a layer, where neurons of so many steps behind it can run in one launch with `binary`."""
-    behind = _alone(site, steps, card).waited(replayed=not site.hosted)
-    seconds = {name: time + behind for name, time in layer.seconds.items()}
-    if "dense" not in seconds or "binary" not in seconds:
+def with_neurons(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
+    """The decision about a layer, where neurons behind it can run in one launch with `binary`."""
+    if "dense" not in layer.seconds or "binary" not in layer.seconds:
         return layer
-    seconds["binary"] = min(seconds["binary"], decide(site, steps, card, divides).seconds["fused"])
+    alone = _alone(site, behind, card).waited(replayed=not site.hosted)
+    seconds = {name: time + alone for name, time in layer.seconds.items()}
+    seconds["binary"] = min(seconds["binary"], _together(site, behind, card))
     together = fastest(seconds, layer.source)
     return together._replace(reason=f"{together.reason}, with the neurons behind it")
+
+
+def beside_written(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
+    """`fused`, or `dense`: a dense layer and Inductor's kernels for neurons that are written by hand."""
+    alone = _written_alone(site, behind, card).waited(replayed=not site.hosted)
+    seconds = {"dense": layer.seconds["dense"] + alone, "fused": _together(site, behind, card)}
+    return fastest(seconds, layer.source, rival="as it was written")
+
+
+def _together(site: SiteInfo, behind: Behind, card: Card) -> float:
+    """Seconds of one launch. Whoever makes the spikes writes them as bytes, beside what others read of them if it is
+    not a neuron of ours."""
+    besides = 0.0 if site.fused else site.n * site.c * site.in_pixels / card.bandwidth
+    return decide(site._replace(fused=True), behind, card).seconds["fused"] + besides
 
 
 def _neurons(site: SiteInfo) -> int:
     return site.n * site.k * site.out_pixels
 
 
-def _alone(site: SiteInfo, steps: int, card: Card) -> Time:
-    """Of the neurons in a launch of their own: numbers are read, spikes written, and last membranes."""
-    traffic = (4 + 1 + 4 / steps) * _neurons(site) / (_SHARE * card.bandwidth)
-    return Time(traffic + card.launch, host.OPERATOR + host.LAUNCH)
+def _alone(site: SiteInfo, behind: Behind, card: Card) -> Time:
+    """Of the neurons in a launch of their own: numbers are read, spikes written, and last membranes.
+
+    Described neurons read float32, which a pass of Inductor's makes of half precision.
+    """
+    cast = site.itemsize + 4 if behind.instructions and site.itemsize < 4 else 0
+    traffic = (4 + 1 + 4 / behind.steps + cast) * _neurons(site) / (_SHARE * card.bandwidth)
+    launches = 1 + bool(cast)
+    return Time(traffic + launches * card.launch, host.OPERATOR + launches * host.LAUNCH)
+
+
+def _written_alone(site: SiteInfo, behind: Behind, card: Card) -> Time:
+    """Of Inductor's kernels for all steps: at best one, which reads numbers and writes spikes and last membranes in
+    their dtype."""
+    traffic = (2 + 1 / behind.steps) * site.itemsize * _neurons(site) / (_SHARE * card.bandwidth)
+    return Time(traffic + card.launch, host.LAUNCH)

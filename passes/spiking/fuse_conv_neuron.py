@@ -22,11 +22,22 @@ from sparsecomp.passes.cost import conv_neuron as gate
 from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, known_sizes, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.spiking.neurons_behind import MOST_STEPS, NEURONS, Behind, fits, idle_readers, unviewed
+from sparsecomp.passes.spiking.neurons_behind import (
+    DESCRIBED,
+    LIF,
+    Between,
+    behind_of,
+    between_of,
+    idle_readers,
+    obstacle,
+)
+from sparsecomp.passes.spiking.operand import attribute
 from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
-_SPIKES, _MEMBRANE = range(2)
+_SPIKES = 0
+_CONV, _LINEAR = torch.ops.sparsecomp.spike_conv.default, torch.ops.sparsecomp.spike_linear.default
+_TOGETHER = {LIF: torch.ops.sparsecomp.conv_lif.default, DESCRIBED: torch.ops.sparsecomp.conv_neuron.default}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +45,13 @@ class _Product:
     """The product of one site.
 
     Attributes:
-        node: its call.
-        views: what stands between it and the neurons, the last first.
+        between: its call, and how neurons get what it gives.
         x, weight, bias: its operands.
         window: stride, padding and dilation.
         groups, digits, scale, binary, spread: as of `sparsecomp::spike_conv`.
     """
 
-    node: fx.Node
-    views: tuple[fx.Node, ...]
+    between: Between
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
@@ -54,13 +63,17 @@ class _Product:
     spread: float
 
     @property
+    def node(self) -> fx.Node:
+        return self.between.layer
+
+    @property
     def is_linear(self) -> bool:
-        return self.node.target is torch.ops.sparsecomp.spike_linear.default
+        return self.node.target is _LINEAR
 
 
 def consider(node: fx.Node, ctx: Context) -> Verdict:
     """Judge one node: every fused neuron behind a product on int8 tensor cores is a candidate."""
-    if node.target is not NEURONS:
+    if node.target not in (LIF, DESCRIBED):
         return None
     layer = _layer(node, ctx)
     if layer is None:
@@ -70,8 +83,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return Refusal(found.why, found.details, found.estimate, layer.node)
     steps = example_of(node.args[0]).shape[0]
     reason = f"with the neurons behind it in one launch, {steps} time steps; {found.reason}"
-    idle = [one for part in (*layer.views, layer.node) for one in idle_readers(part)]
-    dead = (*idle, *layer.views, layer.node)
+    idle = [one for part in layer.between.nodes for one in idle_readers(part)]
+    dead = (*idle, *layer.between.nodes)
     return Plan(
         lambda: _build(node, layer), reason, "fused", dead=dead, estimate=found.estimate, layer=layer.node
     )  # fmt: skip
@@ -81,9 +94,9 @@ RULE = Rule("fuse_conv_neuron", consider, after=("narrow_spikes",), of_rewritten
 
 
 def _considered(node: fx.Node, layer: _Product, ctx: Context) -> Decision | Refusal:
-    obstacle = _obstacle(node, layer, ctx)
-    if obstacle is not None:
-        return refuse(Why.NOT_WITH_NEURONS, detail=obstacle)
+    found = obstacle(node, layer.between, layer.is_linear, ctx)
+    if found is not None:
+        return refuse(Why.NOT_WITH_NEURONS, detail=found)
     if ctx.options.neurons == "fuse":
         return Decision("fused", "neurons='fuse' was asked for")
     x = example_of(layer.x)
@@ -97,52 +110,27 @@ def _considered(node: fx.Node, layer: _Product, ctx: Context) -> Decision | Refu
     if site is None:
         return refuse(Why.UNKNOWN_SHAPE)
     card = H100 if not torch.cuda.is_available() else card_of(x.device)
-    steps, divides = Behind.of(node)
-    decision = gate.decide(site, steps, card if ctx.target is None else ctx.target.card, divides)
+    decision = gate.decide(site, behind_of(node), card if ctx.target is None else ctx.target.card)
     if decision.dense:
         return Refusal(Why.NOT_WITH_NEURONS, {"detail": decision.reason}, decision.estimate)
     return decision
 
 
 def _layer(node: fx.Node, ctx: Context) -> _Product | None:
-    """The product that gives a neuron operator its input, which nobody else reads."""
-    views, found = unviewed(node.args[0])
-    if not isinstance(found, fx.Node):
+    """The product that gives a neuron operator its input."""
+    between = between_of(node, lambda one: one.target in (_CONV, _LINEAR))
+    if between is None:
         return None
-    args: tuple[Any, ...] = found.args
-    if found.target is torch.ops.sparsecomp.spike_conv.default:
+    args: tuple[Any, ...] = between.layer.args
+    if between.layer.target is _CONV:
         x, weight, bias, stride, padding, dilation, groups, digits, how, scale, factor, binary, spread, _ = args
-    elif found.target is torch.ops.sparsecomp.spike_linear.default:
+    else:
         x, weight, bias, digits, how, scale, factor, binary, spread, _ = args
         stride, padding, dilation, groups = [1, 1], [0, 0], [1, 1], 1
-    else:
-        return None
     if how != "binary" or factor is not None or not is_dyadic(scale):
         return None
     window = stride, padding, dilation
-    return _Product(found, tuple(views), x, weight, bias, window, groups, digits, scale, binary, spread)
-
-
-def _obstacle(node: fx.Node, layer: _Product, ctx: Context) -> str | None:
-    unchanged, between = ctx.analysis.unchanged, (*layer.views, layer.node)
-    current, out, x = (example_of(one) for one in (node.args[0], layer.node, layer.x))
-    if current is None or out is None or x is None:
-        return "its shape is unknown"
-    if out.dtype is not torch.float32:
-        return f"its result is {out.dtype}; the neurons take float32"
-    if not all(unchanged(one, one) for one in between):
-        return "its result is written to in place"
-    chain = {node, *between}.union(*map(idle_readers, between))
-    if any(user not in chain for one in between for user in one.users):
-        return "somebody else reads its result"
-    if not all(unchanged(read, layer.node) for read in layer.node.all_input_nodes):
-        return "what it reads is written to before the neurons read"
-    if any(user.target is not operator.getitem for user in node.users):
-        return "the neurons' results are read together"
-    steps = current.shape[0]
-    if steps > MOST_STEPS:
-        return f"{steps} time steps: blocks hold up to {MOST_STEPS}"
-    return None if fits(current, out, layer.is_linear) else "the neurons' channels are not its outputs"
+    return _Product(between, x, weight, bias, window, groups, digits, scale, binary, spread)
 
 
 def _site(layer: _Product, hosted: bool) -> SiteInfo | None:
@@ -152,7 +140,7 @@ def _site(layer: _Product, hosted: bool) -> SiteInfo | None:
     if layer.is_linear:
         x, weight = [prod(x[:-1]), x[-1], 1, 1], [*weight, 1, 1]
     return SiteInfo(
-        device="cuda", itemsize=4, n=x[0], c=x[1], size=tuple(x[2:]), k=weight[0],
+        device="cuda", itemsize=example_of(layer.node).dtype.itemsize, n=x[0], c=x[1], size=tuple(x[2:]), k=weight[0],
         window=Window.of(weight, *layer.window), groups=layer.groups, digits=layer.digits, density=None, active=None,
         tf32=False, channels_last=True, fused=True, hosted=hosted,
     )  # fmt: skip
@@ -166,11 +154,12 @@ def _build(node: fx.Node, layer: _Product) -> Mapping[fx.Node, fx.Node]:
     counts = _counts(layer, emit)
     if layer.is_linear:
         counts = emit(torch.reshape, counts, (-1, example_of(layer.weight).shape[1], 1, 1))
-    kept = any(user.args[1] == _MEMBRANE and user.users for user in node.users)
+    kept = any(user.args[1] != _SPIKES and user.users for user in node.users)
     both = emit(
-        torch.ops.sparsecomp.conv_lif.default, counts, layer.weight, layer.bias, *layer.window, layer.groups,
-        layer.digits, layer.scale, layer.spread, layer.is_linear or is_channels_last(out), current.shape[0],
-        *node.args[1:], kept,
+        _TOGETHER[node.target], counts, layer.weight, layer.bias, *layer.window, layer.groups, layer.digits,
+        layer.scale, layer.spread, layer.is_linear or is_channels_last(out), current.shape[0],
+        *(_described if node.target is DESCRIBED else _library)(node, layer.between, emit), kept,
+        *_added(layer.between, current, node, emit),
     )  # fmt: skip
     results = {}
     for item in node.users:
@@ -179,6 +168,38 @@ def _build(node: fx.Node, layer: _Product) -> Mapping[fx.Node, fx.Node]:
             part = emit(torch.flatten, part, 2 if item.args[1] == _SPIKES else 1)
         results[item] = part
     return results
+
+
+def _library(node: fx.Node, between: Between, emit: Any) -> tuple[Any, ...]:
+    """Arguments of `sparsecomp::conv_lif` from the first membrane on, of those of `sparsecomp::lif`."""
+    _, v, v0, *norm_and_neuron = node.args
+    if between.norm is not None:
+        norm_and_neuron[:5] = _norm(between)
+    return (v, v0, *norm_and_neuron)
+
+
+def _described(node: fx.Node, between: Between, emit: Any) -> tuple[Any, ...]:
+    """Arguments of `sparsecomp::conv_neuron` from the mean on, of those of `sparsecomp::neuron`."""
+    _, states, starts, parameters, numbers, step, _ = node.args
+    flat = [emit(torch.flatten, one) for one in parameters]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+    return (*_norm(between), states, starts, flat, numbers, step)
+
+
+def _norm(between: Between) -> tuple[Any, ...]:
+    """Mean, variance, factor and bias of a batch-norm, and its epsilon."""
+    op = between.norm
+    if op is None:
+        return (None, None, None, None, 0.0)
+    return (*(attribute(op, name) for name in ("running_mean", "running_var", "weight", "bias")), op.get("eps"))
+
+
+def _added(between: Between, current: torch.Tensor, node: fx.Node, emit: Any) -> tuple[Any, ...]:
+    """The last arguments, of a sum on the way to the neurons."""
+    added = between.added_in_bytes(node)
+    if added is None:
+        return ()
+    whole = added if example_of(between.added).shape == current.shape else emit(torch.reshape, added, current.shape)
+    return (None, "add", whole)
 
 
 def _counts(layer: _Product, emit: Any) -> fx.Node:

@@ -15,11 +15,11 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call
 from sparsecomp.passes.facts.spike_sources import RESIDUAL
-from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.canonicalize import example_of, op_of, target_name
 from sparsecomp.passes.spiking.neurons_behind import idle_readers, unviewed
 
-_LAYER = torch.ops.sparsecomp.conv_lif.default
-_SPIKES, _MEMBRANE = range(2)
+_LAYERS = (torch.ops.sparsecomp.conv_lif.default, torch.ops.sparsecomp.conv_neuron.default)
+_SPIKES = 0
 
 
 class _Site(NamedTuple):
@@ -88,8 +88,13 @@ def _behind(spikes: fx.Node, connect: str, chain: tuple[fx.Node, ...], residual:
     if found.target is not operator.getitem or found.args[1] != _SPIKES:
         return
     layer: Any = found.args[0]
-    if layer.target is _LAYER and len(layer.args) == RESIDUAL and not layer.kwargs:
+    if layer.target in _LAYERS and not layer.kwargs and layer.args[_place(layer) : _place(layer) + 1] in ((), (None,)):
         yield _Site(connect, layer, (*chain, *views, found), residual)
+
+
+def _place(layer: fx.Node) -> int:
+    """Where a layer's residual stands among its arguments."""
+    return RESIDUAL[target_name(layer) or ""]
 
 
 def _taken_from_one(x: fx.Node) -> fx.Node | None:
@@ -115,7 +120,7 @@ def _obstacle(node: fx.Node, site: _Site, ctx: Context) -> str | None:
     if site.residual in site.chain or any(user not in chain for part in site.chain for user in part.users):
         return "somebody else reads the spikes"
     others = [user for user in layer.users if user is not spikes]
-    if any(user.target is not operator.getitem or user.args[1] != _MEMBRANE for user in others):
+    if any(user.target is not operator.getitem or user.args[1] == _SPIKES for user in others):
         return "somebody else reads the spikes"
     if _is_there(site, ctx):
         return None if unchanged(site.residual, layer, before) else "the residual is written to before it is read"
@@ -151,7 +156,8 @@ def _joined(node: fx.Node, site: _Site) -> Mapping[fx.Node, fx.Node]:
     def emit(target: Any, *inputs: Any) -> fx.Node:
         return call(node.graph, site.layer, target, *inputs)
 
-    both = emit(_LAYER, *site.layer.args, site.residual, site.connect)
+    layer, place = site.layer, _place(site.layer)
+    both = emit(layer.target, *layer.args[:place], site.residual, site.connect, *layer.args[place + 2 :])
     results = {}
     for item in site.layer.users:
         part = emit(operator.getitem, both, item.args[1])

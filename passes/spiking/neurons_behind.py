@@ -1,54 +1,225 @@
-"""Which neurons alone read what a layer gives: asked when the layer is judged, and when both become one launch."""
+"""Which neurons alone read what a layer gives, and through what: asked when the layer is judged, when neurons that are
+written by hand are, and when both become one launch."""
 
-from typing import Any, NamedTuple
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-import sparsecomp.ops  # noqa: F401  (registers the operator)
+import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp.lowering.spiking.lif import is_power_of_two
+from sparsecomp.passes.cost.conv_neuron import Behind
 from sparsecomp.passes.engine.rule import Context
-from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.widened import in_bytes, widened_from
 from sparsecomp.reference.geometry import is_channels_last
+from sparsecomp.reference.neuron import ROUNDINGS, Neuron, neuron_of
+from sparsecomp.reference.precision import KERNEL_DTYPES
 
-NEURONS = torch.ops.sparsecomp.lif.default
+LIF, DESCRIBED = torch.ops.sparsecomp.lif.default, torch.ops.sparsecomp.neuron.default
 MOST_STEPS = 16
 """A block holds all steps of its pixels; with more, few pixels would share what is loaded of a weight."""
 DISABLED_BY = "fuse_conv_neuron"
+_READS_NO_VALUE = Trait.VIEW | Trait.CAST | Trait.FILL
 
 
-class Behind(NamedTuple):
-    """Neurons behind a layer, of so many time steps; `divides`: each takes a division."""
+@dataclass(frozen=True, slots=True)
+class Between:
+    """How a layer's result becomes what neurons are given.
 
-    steps: int
-    divides: bool
+    Attributes:
+        layer: the layer.
+        chain: the nodes between, the last first.
+        norm: a batch-norm in evaluation among them.
+        joint: a sum with something else among them, in place or not.
+        added: what that is.
+    """
 
-    @classmethod
-    def of(cls, neurons: fx.Node) -> "Behind":
-        """What a call of neurons does."""
-        *_, charge, tau = neurons.args[:10]
-        assert isinstance(tau, int | float)
-        return cls(example_of(neurons.args[0]).shape[0], charge == "lif" and not is_power_of_two(tau))
+    layer: fx.Node
+    chain: tuple[fx.Node, ...]
+    norm: CanonicalOp | None = None
+    joint: fx.Node | None = None
+    added: fx.Node | None = None
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """All that nobody reads any more if both become one launch, but for the neurons, the last first."""
+        return (*self.chain, self.layer)
+
+    def bytes_added(self) -> fx.Node | None:
+        """What is added, if it is widened bytes: the widened tensor, behind views."""
+        views, base = unviewed(self.added)
+        return base if isinstance(base, fx.Node) and widened_from(base) is not None else None
+
+    def added_in_bytes(self, like: fx.Node) -> fx.Node | None:
+        """What is added, in bytes where it was widened from such."""
+        return self.added if self.added is None or self.bytes_added() is None else in_bytes(self.added, like)
+
+
+def behind_of(neurons: fx.Node) -> Behind:
+    """What a call of neurons does, for an estimate."""
+    steps = example_of(neurons.args[0]).shape[0]
+    if neurons.target is DESCRIBED:
+        return behind_described(steps, neuron_of(str(neurons.args[5])))
+    *_, charge, tau = neurons.args[:10]
+    assert isinstance(tau, int | float)
+    return Behind(steps, divides=charge == "lif" and not is_power_of_two(tau))
+
+
+def behind_described(steps: int, neuron: Neuron) -> Behind:
+    """The same of a description; to round is two instructions, there and back."""
+    divides = any(one.operation == "div" for one in neuron.code)
+    instructions = sum(1 + (one.operation in ROUNDINGS) for one in neuron.code)
+    return Behind(steps, divides, instructions)
 
 
 def neurons_behind(layer: fx.Node, linear: bool, ctx: Context) -> Behind | None:
     """The neurons that a card can run with a layer in one launch, if there are such."""
     out, reader = example_of(layer), layer
-    if DISABLED_BY in ctx.options.disable or out is None or out.dtype is not torch.float32:
+    if DISABLED_BY in ctx.options.disable or out is None or not (linear or is_channels_last(out)):
         return None
-    while reader.target is not NEURONS:
-        if reader is not layer and reshaped(reader) is None:
-            return None
+    while reader.target not in (LIF, DESCRIBED):
         idle = idle_readers(reader)
         readers = [user for user in reader.users if user not in idle]
-        if len(readers) != 1 or not ctx.analysis.unchanged(reader, reader):
+        if len(readers) != 1:
             return None
         reader = readers[0]
-    current = example_of(reader.args[0])
-    if current is None or current.shape[0] > MOST_STEPS or not fits(current, out, linear):
-        return None
-    return Behind.of(reader) if linear or is_channels_last(out) else None
+    between = between_of(reader, lambda node: node is layer)
+    return None if between is None or obstacle(reader, between, linear, ctx) else behind_of(reader)
+
+
+def between_of(neurons: fx.Node, is_layer: Callable[[fx.Node], bool]) -> Between | None:
+    """What leads from a layer to neurons, if nothing does but views, a batch-norm, a sum, and a cast of what is given
+    to described ones."""
+    x: Any = neurons.args[0]
+    described = neurons.target is DESCRIBED
+    views, given = unviewed(x)
+    cast = op_of(given) if isinstance(given, fx.Node) and described else None
+    if cast is not None and cast.has(Trait.CAST) and not cast.inplace and dtype_of(cast.input) in ROUNDINGS.values():
+        x, views = cast.input, [*views, cast.node]
+    else:
+        views = []
+    has_norm = not described and neurons.args[3] is not None
+    return next(_ways(x, Between(neurons, tuple(views)), is_layer, has_norm), None)
+
+
+def leads_to(x: Any, is_layer: Callable[[fx.Node], bool]) -> Between | None:
+    """The same of what is given, of neurons that are no operator yet."""
+    return next(_ways(x, Between(x, ()), is_layer, False), None)
+
+
+def _ways(x: Any, found: Between, is_layer: Callable[[fx.Node], bool], has_norm: bool) -> Iterator[Between]:
+    """Ways from a layer to a value, `found` being the way on from there; `has_norm`: neurons have a batch-norm."""
+    views, node = unviewed(x)
+    if not isinstance(node, fx.Node):
+        return
+    chain, op = (*found.chain, *views), op_of(node)
+    if is_layer(node):
+        yield Between(node, chain, found.norm, found.joint, found.added)
+    elif op is None or op.out is not None or has_norm:
+        return
+    elif op.name == "add" and op.get("alpha", 1) == 1 and found.joint is None and found.norm is None:
+        operands = op.input, op.get("other")
+        # in place it writes to its first operand
+        for ours, other in (operands,) if op.inplace else (operands, operands[::-1]):
+            if isinstance(ours, fx.Node) and isinstance(other, fx.Node):
+                yield from _ways(ours, Between(node, (*chain, node), None, node, other), is_layer, has_norm)
+    elif op.name == "batch_norm" and _is_evaluated(op) and found.norm is None:
+        yield from _ways(op.input, Between(node, (*chain, node), op, found.joint, found.added), is_layer, has_norm)
+
+
+def _is_evaluated(op: CanonicalOp) -> bool:
+    statistics = op.get("running_mean"), op.get("running_var")
+    kept = op.get("training") is False or (op.module is not None and not op.module.training)
+    return kept and op.step_mode == "s" and not op.inplace and None not in statistics
+
+
+def obstacle(neurons: fx.Node, between: Between, linear: bool, ctx: Context) -> str | None:
+    """Why a layer and neurons cannot be one launch, None if they can."""
+    current, out, x = example_of(neurons.args[0]), example_of(between.layer), example_of(op_input(between.layer))
+    if current is None or out is None or x is None:
+        return "its shape is unknown"
+    if neurons.target is LIF and out.dtype is not torch.float32:
+        return f"its result is {out.dtype}; the neurons take float32"
+    found = _between_obstacle(between, {neurons}, ctx)
+    if found is not None:
+        return found
+    if any(user.target is not operator.getitem for user in neurons.users):
+        return "the neurons' results are read together"
+    found = shape_obstacle(current, between, linear)
+    return found or (_parameter_obstacle(neurons, current) if neurons.target is DESCRIBED else None)
+
+
+def op_input(layer: fx.Node) -> Any:
+    """What a layer reads."""
+    op = op_of(layer)
+    return layer.args[0] if op is None else op.input
+
+
+def written_obstacle(x: fx.Node, readers: set[fx.Node], between: Between, linear: bool, ctx: Context) -> str | None:
+    """As :func:`obstacle`, of neurons that are no operator yet, but these nodes that read `x` (T, N, K, …)."""
+    found = _between_obstacle(between, readers, ctx)
+    return found or shape_obstacle(example_of(x), between, linear)
+
+
+def shape_obstacle(current: torch.Tensor, between: Between, linear: bool) -> str | None:
+    """What of the shapes of neurons' input (T, N, K, …), and of all that leads to it, stands against one launch."""
+    out = example_of(between.layer)
+    if current.shape[0] > MOST_STEPS:
+        return f"{current.shape[0]} time steps: blocks hold up to {MOST_STEPS}"
+    if not fits(current, out, linear):
+        return "the neurons' channels are not its outputs"
+    if between.norm is not None and example_of(between.norm.node).shape != out.shape:
+        return "the batch-norm's channels are not its outputs"
+    if between.added is not None:
+        joint, added = example_of(between.joint), example_of(between.added)
+        if added is None or added.shape != joint.shape or joint.numel() != current.numel():
+            return "what is added is of another shape"
+        if added.dtype is not out.dtype or added.device != out.device:
+            return f"what is added is {added.dtype}, and its result {out.dtype}"
+        if not fits(joint if joint.dim() == current.dim() else joint.unflatten(0, current.shape[:2]), out, linear):
+            return "what is added is of another shape"
+    return None
+
+
+def _between_obstacle(between: Between, readers: set[fx.Node], ctx: Context) -> str | None:
+    unchanged, out, joint = ctx.analysis.unchanged, example_of(between.layer), between.joint
+    passed = [one for one in (joint, between.norm and between.norm.node) if one is not None]
+    if out.dtype not in KERNEL_DTYPES or any(dtype_of(one) is not out.dtype for one in passed):
+        return f"its result is {out.dtype}, and another dtype on its way to the neurons"
+    behind = between.nodes if joint is None else between.nodes[: between.nodes.index(joint) + 1]
+    before = between.nodes[len(behind) :]
+    # a sum in place writes to what it is made of, which nobody reads any more
+    if not all(unchanged(one, one) for one in behind) or not all(unchanged(one, one, joint.prev) for one in before):
+        return "its result is written to in place"
+    chain = {*readers, *between.nodes}.union(*map(idle_readers, between.nodes))
+    if any(user not in chain for one in between.nodes for user in one.users):
+        return "somebody else reads its result"
+    read = [(one, between.layer) for one in between.layer.all_input_nodes]
+    if between.norm is not None:
+        read += [(one, between.norm.node) for one in between.norm.node.all_input_nodes if one not in between.nodes]
+    if between.added is not None and joint is not None:
+        bytes_read = between.bytes_added()
+        read += [(one, joint) for one in (between.added, bytes_read and widened_from(bytes_read)) if one is not None]
+    if not all(unchanged(one, since) for one, since in read):
+        return "what it reads is written to before the neurons read"
+    return None
+
+
+def _parameter_obstacle(neurons: fx.Node, current: torch.Tensor) -> str | None:
+    """Parameters have one number, or one for each channel of a step (N, K, …)."""
+    parameters: Any = neurons.args[3]
+    for one in parameters:
+        example = example_of(one)
+        place = example.dim() - (current.dim() - 2)  # of the channels
+        several = [dim for dim, size in enumerate(example.shape) if size != 1]
+        if several and (several != [place] or example.shape[place] != current.shape[2]):
+            return f"{one.name} is neither one number nor one a channel"
+    return None
 
 
 def fits(current: torch.Tensor, out: torch.Tensor, linear: bool) -> bool:
@@ -74,14 +245,14 @@ def unviewed(node: Any) -> tuple[list[fx.Node], Any]:
 
 
 def idle_readers(node: fx.Node) -> list[fx.Node]:
-    """Views and casts of a node that nobody reads, the last first.
+    """Views and casts of a node, and what has its shape alone, that nobody reads, the last first.
 
     Of a view, a first membrane was made that is now a number; spikes were widened for readers that take bytes now.
     """
     found = []
     for user in node.users:
         op = op_of(user)
-        if op is None or not op.has(Trait.VIEW | Trait.CAST) or op.inplace:
+        if op is None or not op.has(_READS_NO_VALUE) or op.inplace:
             continue
         behind = idle_readers(user)
         if all(one in behind for one in user.users):

@@ -27,7 +27,7 @@ from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, ref
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.neuron_call import NEURON_CALLS
-from sparsecomp.passes.spiking.neurons_behind import Behind, unviewed
+from sparsecomp.passes.spiking.neurons_behind import unviewed
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.facts import SparsityFact, is_dyadic
 from sparsecomp.reference.geometry import KERNEL_DIMS, TransposedWindow, by_output
@@ -140,7 +140,7 @@ def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
 
 def choose(
     operands: Operands, site: gate.SiteInfo, ctx: Context, build: Callable[[str], fx.Node],
-    behind: Behind | None = None,
+    behind: conv_neuron.Behind | None = None,
 ) -> Plan | Refusal:
     """Let the gate, or the user, pick the implementation.
 
@@ -158,7 +158,7 @@ def choose(
     else:
         decision = gate.decide(site, card, measured)
         if behind is not None:
-            decision = conv_neuron.with_neurons(decision, site, behind.steps, card, behind.divides)
+            decision = conv_neuron.with_neurons(decision, site, behind, card)
     if decision.dense:
         return Refusal(Why.GATE, {"detail": decision.reason}, decision.estimate)
     node, strategy = operands.op.node, decision.implementation

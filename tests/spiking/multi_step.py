@@ -52,9 +52,12 @@ class ByKernels(fx.Interpreter):
     """Runs a graph with our layers and neurons on Triton's kernels, in its interpreter."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from sparsecomp.lowering.spiking import conv_lif, lif, spike_conv
+        from sparsecomp.lowering.spiking import conv_lif, conv_neuron, lif, spike_conv
+        from sparsecomp.lowering.spiking import neuron as described
 
         kernels = {
+            torch.ops.sparsecomp.conv_neuron.default: conv_neuron.launch_conv_neuron,
+            torch.ops.sparsecomp.neuron.default: described.launch_neuron,
             torch.ops.sparsecomp.conv_lif.default: conv_lif.launch_conv_lif,
             torch.ops.sparsecomp.lif.default: lif.launch_lif,
             torch.ops.sparsecomp.spike_conv.default: lambda *args: spike_conv.launch_conv(*args[:-1]),

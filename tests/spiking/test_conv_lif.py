@@ -240,8 +240,8 @@ def test_compiles_to_int8_tensor_core_instructions(capability, charge, slots, ma
         + f"""
 from sparsecomp.lowering.spiking.kernels.conv_lif import conv_lif_kernel as kernel
 constants = dict(v_ptr=None, added_ptr=None, R=3, S=3, GROUPS=1, DIGITS=3, HAS_BIAS=True, EVEN_C=True, VECTOR=16,
-                 SCALED=True, STEPS={slots}, SLOTS={slots}, CHARGE="{charge}", HALVES=False, DECAY_INPUT=True, SOFT_RESET=False,
-                 BM=64, BN=64, BK=64, out_channel=1, {maps})
+                 SCALED=True, STEPS={slots}, SLOTS={slots}, CHARGE="{charge}", HALVES=False, DECAY_INPUT=True,
+                 SOFT_RESET=False, BM=64, BN=64, BK=64, out_channel=1, {maps})
 signature = {{n: types.get(n, "i32") for n in kernel.arg_names}}
 built = build(kernel, signature, constants, {capability}, whole=whole, num_warps=4, num_stages=3)
 print(built.asm["ptx"])

@@ -1,0 +1,181 @@
+"""Layers fused with neurons that are written by hand, also in half precision, and with what is added on the way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from multi_step import block, by_kernels, functional, images, lif, lively, neuron
+from rewriting import dyadic, rewritten, site
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.quick_cases(1)
+
+RULE, WRITTEN = "fuse_conv_neuron", "unrolled_neurons"
+TOGETHER = "with the neurons behind it in one launch, 4 time steps"
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+
+
+def compared(make: Callable[[], nn.Module], x: Tensor, calls: int = 1, **options: Any) -> Any:
+    """A network's report; its spikes are eager's, bit for bit."""
+    eager, model = make().eval(), make().eval()
+    with torch.no_grad():
+        for _ in range(calls):
+            expected = eager(x)
+            found, report = rewritten(model, x, neurons="fuse", strict=True, **options)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            assert 0.02 < (expected[0] if isinstance(expected, tuple) else expected).float().mean() < 0.98
+    return report
+
+
+def network(dtype: torch.dtype, *makes: Callable[[], nn.Module]) -> nn.Module:
+    """Blocks of convolution, batch-norm and neurons whose sums are exact in half precision too."""
+    blocks = [one for i, make in enumerate(makes) for one in block(8 if i else 3, 8, make)]
+    model = dyadic(nn.Sequential(*blocks))
+    for norm in (one for one in model if isinstance(one, nn.BatchNorm2d)):
+        nn.init.constant_(norm.running_var, 0.125)
+        nn.init.constant_(norm.weight, 1.0)
+        nn.init.constant_(norm.bias, 0.25)
+        norm.eps = 0.125
+    return model.to(dtype)
+
+
+@HALVES
+@pytest.mark.parametrize("make", [lif, lambda: neuron.IFNode(step_mode="m", v_reset=None)], ids=["hard", "soft"])
+def test_a_library_s_neurons_in_half_precision(make: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    """They are a loop there. The second call goes on from the membranes of the first."""
+    x = images().to(dtype)
+    report = compared(lambda: network(dtype, make, make, make), x, calls=2)
+    judged = [one for one in report.sites if one.rule == RULE]
+    assert len(judged) == 2 and all(TOGETHER in one.reason for one in judged)
+    assert report.graph_after.count("sparsecomp.conv_neuron") == 2
+    assert "batch_norm(" in report.graph_after  # of the stem alone
+    assert report.graph_after.count("batch_norm(") == 1
+
+
+class Loop(nn.Module):
+    """A layer, and neurons that are written by hand."""
+
+    def __init__(self, decay: Tensor | float, linear: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8) if linear else nn.Conv2d(8, 8, 3, padding=1)
+        self.decay = nn.Parameter(decay) if isinstance(decay, Tensor) else decay
+
+    def forward(self, x: Tensor) -> Any:
+        currents = self.layer((x > 0.5).to(x.dtype).flatten(0, 1)).unflatten(0, x.shape[:2])
+        v, out = torch.zeros_like(currents[0]), []
+        for current in currents:
+            v = self.decay * v + current
+            spike = (v > 0.5).to(v.dtype)
+            v = v * (1 - spike)
+            out.append(spike)
+        return torch.stack(out), v
+
+
+LOOPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
+    "a number": (lambda: Loop(0.5), (6, 6), True),
+    "a number a channel": (lambda: Loop(torch.arange(8).view(8, 1, 1) / 8), (6, 6), True),
+    "one for all": (lambda: Loop(torch.tensor(0.75)), (6, 6), True),
+    "a number a column": (lambda: Loop(torch.arange(6) / 8), (6, 6), False),
+    "linear": (lambda: Loop(torch.arange(8) / 8, linear=True), (), True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", LOOPS)
+def test_neurons_written_by_hand(name: str, dtype: torch.dtype) -> None:
+    make, size, fused = LOOPS[name]
+    x = torch.rand(4, 2, 8, *size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (4, 2)) if size else x
+    report = compared(lambda: dyadic(make()).to(dtype), x)
+    assert site(report, WRITTEN).rewritten and site(report, RULE).rewritten == fused
+    assert fused or "neither one number nor one a channel" in site(report, RULE).reason
+
+
+class Residual(nn.Module):
+    """The end of a block of a spiking ResNet, or of MS-ResNet: something is added to what the neurons are given."""
+
+    def __init__(self, kind: str, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer, self.norm, self.skip = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.first, self.neurons = make(), make()
+        nn.init.constant_(self.norm.running_var, 0.125)
+        self.norm.eps = 0.125
+
+    def forward(self, x: Tensor) -> Any:
+        spikes = self.first(x)
+        made = self.norm(self.layer(spikes.flatten(0, 1)))
+        added = {"spikes": spikes, "skip": self.skip(spikes.flatten(0, 1)), "analog": x}[self.kind.split()[0]]
+        if "in place" in self.kind:
+            made += added.view(made.shape)
+        elif "frames" in self.kind:
+            made = added.view(made.shape) + made
+        else:
+            made = made.unflatten(0, x.shape[:2]) + added.view(x.shape)
+        out = self.neurons(made.view(x.shape))
+        return (out, made) if "read" in self.kind else out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", [
+    "spikes", "spikes in place", "spikes frames", "skip", "skip in place", "analog", "analog in place", "analog read",
+])  # fmt: skip
+def test_what_is_added_to_the_current(kind: str, dtype: torch.dtype) -> None:
+    def make() -> nn.Module:
+        model = dyadic(Residual(kind, lif))
+        nn.init.constant_(model.norm.weight, 1.0)
+        return model.to(dtype)
+
+    report = compared(make, (images(4, 8) * 16).round().to(dtype) / 8)
+    judged = site(report, RULE)
+    assert judged.rewritten == ("read" not in kind)
+    if judged.rewritten:
+        name = "conv_lif" if dtype is torch.float32 else "conv_neuron"
+        assert f"torch.ops.sparsecomp.{name}" in report.graph_after and ", None, 'add', " in report.graph_after
+        assert "batch_norm(" not in report.graph_after
+    else:
+        assert "somebody else reads its result" in judged.reason
+
+
+@pytest.mark.slow(reason="the interpreter runs whole networks")
+@HALVES
+@pytest.mark.parametrize("seed", range(4))
+def test_networks_on_kernels_equal_their_launches_apart(seed: int, dtype: torch.dtype) -> None:
+    x, found = images().to(dtype), []
+    for disable in ((), (RULE,)):
+        model = lively(nn.Sequential(*block(3, 16, lif), *block(16, 24, lif), *block(24, 8, lif)), images(), seed)
+        with torch.no_grad():
+            for norm in (one for one in model if isinstance(one, nn.BatchNorm2d)):
+                norm.running_var.copy_(torch.full_like(norm.running_var, 0.125))
+                norm.running_mean.copy_((norm.running_mean * 8).round() / 8)
+                norm.eps = 0.125
+            result, report = by_kernels(model.to(dtype), x, disable=disable)
+            found.append(result)
+    assert 0.02 < found[0].float().mean() < 0.98
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_a_residual_of_spikes_is_joined_in_half_precision_too() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.body = network(torch.float16, lif), network(torch.float16, lif, lif)[3:]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            return x + self.body(x)
+
+    report = compared(Block, images().half())
+    assert site(report, "fuse_residual").rewritten and site(report, "byte_sums").rewritten
+
+
+def test_autocast_is_half_precision() -> None:
+    x = images()
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model = network(torch.float32, lif, lif).eval()
+        expected = model(x)
+        functional.reset_net(model)
+        found, report = rewritten(model, x, neurons="fuse", strict=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert site(report, RULE).rewritten, report
