@@ -19,7 +19,7 @@ from sparsecomp.passes.graph.canonicalize import example_of, op_of, target_name
 from sparsecomp.passes.spiking.neurons_behind import idle_readers, unviewed
 
 _LAYERS = (torch.ops.sparsecomp.conv_lif.default, torch.ops.sparsecomp.conv_neuron.default)
-_SPIKES = 0
+_SPIKES, *_STATES = range(3)
 
 
 class _Site(NamedTuple):
@@ -120,7 +120,7 @@ def _obstacle(node: fx.Node, site: _Site, ctx: Context) -> str | None:
     if site.residual in site.chain or any(user not in chain for part in site.chain for user in part.users):
         return "somebody else reads the spikes"
     others = [user for user in layer.users if user is not spikes]
-    if any(user.target is not operator.getitem or user.args[1] == _SPIKES for user in others):
+    if any(user.target is not operator.getitem or user.args[1] not in _STATES for user in others):
         return "somebody else reads the spikes"
     if _is_there(site, ctx):
         return None if unchanged(site.residual, layer, before) else "the residual is written to before it is read"

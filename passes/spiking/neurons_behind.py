@@ -213,13 +213,15 @@ def _between_obstacle(between: Between, readers: set[fx.Node], ctx: Context) -> 
 def _parameter_obstacle(neurons: fx.Node, current: torch.Tensor) -> str | None:
     """Parameters have one number, or one for each channel of a step (N, K, …)."""
     parameters: Any = neurons.args[3]
-    for one in parameters:
-        example = example_of(one)
-        place = example.dim() - (current.dim() - 2)  # of the channels
-        several = [dim for dim, size in enumerate(example.shape) if size != 1]
-        if several and (several != [place] or example.shape[place] != current.shape[2]):
-            return f"{one.name} is neither one number nor one a channel"
-    return None
+    others = [one.name for one in parameters if not is_by_channel(one, current)]
+    return f"{others[0]} is neither one number nor one a channel" if others else None
+
+
+def is_by_channel(parameter: fx.Node, current: torch.Tensor) -> bool:
+    """Whether a parameter of neurons that are given (T, N, K, …) is one number, or one for each of K channels."""
+    example = example_of(parameter)
+    several = [dim - example.dim() for dim, size in enumerate(example.shape) if size != 1]
+    return not several or (several == [2 - current.dim()] and example.numel() == current.shape[2])
 
 
 def fits(current: torch.Tensor, out: torch.Tensor, linear: bool) -> bool:

@@ -23,6 +23,7 @@ from sparsecomp.lowering.tuning.cards import H100, Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.passes.cost import conv_neuron
 from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_hooks, op_of
 from sparsecomp.passes.graph.operators import Trait
@@ -136,6 +137,14 @@ def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     if digits > _MOST_DIGITS:
         return refuse(Why.WEIGHT_RANGE, precision=precision)
     return Operands(op, fact, dtype, ctx.device(x.device).type, precision, digits, spread, promise)
+
+
+def beside_written(
+    operands: Operands, site: gate.SiteInfo, behind: conv_neuron.Behind, ctx: Context
+) -> Decision:  # fmt: skip
+    """The decision about one launch of a layer and neurons behind it that are written by hand."""
+    card, measured = card_and_times(operands, site) if ctx.target is None else (ctx.target.card, None)
+    return conv_neuron.beside_written(gate.decide(site, card, measured), site, behind, card)
 
 
 def choose(

@@ -8,6 +8,9 @@ import torch
 from torch import fx
 
 import sparsecomp.ops  # noqa: F401  (registers the operators)
+from sparsecomp.lowering.spiking.implementations import SiteInfo
+from sparsecomp.passes.cost.conv_neuron import Behind
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of
 from sparsecomp.passes.spiking.frames import numbers, on_frames, site_of
@@ -16,6 +19,7 @@ from sparsecomp.passes.spiking.operand import (
     CONVOLUTIONS,
     TRANSPOSED,
     Operands,
+    beside_written,
     build_inputs,
     check_layer,
     choose,
@@ -38,6 +42,25 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return None
     if op.name not in CONVOLUTIONS:
         return unsupported_layer(op, [op.input], ctx) if op.name.startswith("conv") else None
+    found = _legal(op, ctx)
+    if isinstance(found, Refusal):
+        return found
+    operands, geometry, site = found
+    behind = neurons_behind(node, False, ctx)
+    return choose(operands, site, ctx, lambda strategy: _build(operands, geometry, strategy, ctx), behind)
+
+
+RULE = Rule("spike_conv", consider, after=("fuse_neurons", "static_stem"))
+
+
+def beside(node: fx.Node, behind: Behind, ctx: Context) -> Decision | None:
+    """The decision about one launch of a convolution and neurons behind it that are written by hand, if it is legal."""
+    op = op_of(node)
+    found = None if op is None or any(hooked(node, ctx, layer) for layer in _LAYERS) else _legal(op, ctx)
+    return None if found is None or isinstance(found, Refusal) else beside_written(found[0], found[2], behind, ctx)
+
+
+def _legal(op: CanonicalOp, ctx: Context) -> tuple[Operands, _Geometry, SiteInfo] | Refusal:
     operands = check_layer(op, ctx)
     if isinstance(operands, Refusal):
         return operands
@@ -48,13 +71,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if weight is None:
         return refuse(Why.UNKNOWN_SHAPE)
     site = site_of(operands, weight[0], Window.of(weight, *geometry), ctx)
-    if isinstance(site, Refusal):
-        return site
-    behind = neurons_behind(node, False, ctx)
-    return choose(operands, site, ctx, lambda strategy: _build(operands, geometry, strategy, ctx), behind)
-
-
-RULE = Rule("spike_conv", consider, after=("fuse_neurons", "static_stem"))
+    return site if isinstance(site, Refusal) else (operands, geometry, site)
 
 
 def _build(operands: Operands, geometry: _Geometry, strategy: str, ctx: Context) -> fx.Node:

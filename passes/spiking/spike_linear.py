@@ -8,12 +8,15 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operators)
 from sparsecomp import _compat
 from sparsecomp.passes.cost import spiking as gate
+from sparsecomp.passes.cost.conv_neuron import Behind
+from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context, Refusal, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import op_of
 from sparsecomp.passes.spiking.batched_product import batched_product
 from sparsecomp.passes.spiking.neurons_behind import neurons_behind
 from sparsecomp.passes.spiking.operand import (
     Operands,
+    beside_written,
     build_inputs,
     check_layer,
     choose,
@@ -47,6 +50,16 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return site
     behind = neurons_behind(node, True, ctx)
     return choose(operands, site, ctx, lambda strategy: _build(operands, strategy, ctx), behind)
+
+
+def beside(node: fx.Node, behind: Behind, ctx: Context) -> Decision | None:
+    """The decision about one launch of a layer and neurons behind it that are written by hand, if it is legal."""
+    op = op_of(node)
+    operands = None if op is None or hooked(node, ctx, torch.nn.Linear) else check_layer(op, ctx)
+    if operands is None or isinstance(operands, Refusal):
+        return None
+    site = _site(operands, ctx)
+    return None if isinstance(site, Refusal) else beside_written(operands, site, behind, ctx)
 
 
 RULE = Rule("spike_linear", consider, after=("fuse_neurons", "sparse_linear", "sparse_matmul", "active_linear"))

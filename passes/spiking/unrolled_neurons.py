@@ -12,7 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,15 @@ from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import TAG, Context, Plan, Rule, Verdict, Why, call, known_sizes, refuse
 from sparsecomp.passes.graph.canonicalize import dtype_of, example_of, numel_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.exact_roundings import holds, without_exact_roundings
 from sparsecomp.passes.spiking.half_precision import rounding
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS
 from sparsecomp.passes.spiking.neuron_step import NoNeuron, NoSurrogate, Steps
+from sparsecomp.passes.spiking.neurons_behind import behind_described
 from sparsecomp.passes.spiking.spike_function import goes_straight_through
 from sparsecomp.passes.spiking.step_operation import Columns, chain_to, fires_on, is_charge, is_last, reading
 from sparsecomp.passes.spiking.steps import joins, taken_from
+from sparsecomp.passes.spiking.written_neurons import with_its_layer
 from sparsecomp.reference.neuron import PLACES, Neuron
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -71,6 +74,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     half = rounding(example.dtype)
     each = f", each operation rounded to {half}" if half else ""
     reason = f"{len(charges)} time steps in {passes}{each}: {found.neuron.formula(found.numbers)}"
+    reason += f"; {found.paying}, with the layer ahead" if found.paying else ""
     return Plan(
         lambda: _build(found), reason, "fused", dead=found.dead, places=found.places, layer=charges[0]
     )  # fmt: skip
@@ -91,6 +95,7 @@ class _Found:
         gradients: where gradients go.
         dead: what the operator stands for, readers first.
         parts: which steps one call of it takes.
+        paying: why it pays, if nobody asked for it.
     """
 
     steps: Steps
@@ -102,6 +107,7 @@ class _Found:
     gradients: "_Gradients"
     dead: tuple[fx.Node, ...]
     parts: "tuple[_Part, ...]"
+    paying: str = ""
 
     @property
     def places(self) -> tuple[fx.Node, ...]:
@@ -146,6 +152,7 @@ def _checked(steps: Steps, ctx: Context) -> _Found:
     spike, outside = _read_outside(steps)
     neuron, numbers = steps.description(spike)
     _check_operands(steps)
+    neuron = _without_exact_roundings(neuron, numbers, steps)
     gradients, order = _gradients(steps, outside), ctx.analysis.order
     joins: dict[fx.Node, _Join] = {}
     for graded in (True, False):  # what joins spikes of both kinds reads them one by one
@@ -158,7 +165,32 @@ def _checked(steps: Steps, ctx: Context) -> _Found:
     factors = [join.factor for join in joins.values() if isinstance(join.factor, fx.Node)]
     _check_in_time(steps, factors, outside.gone, parts, ctx)
     dead = tuple(sorted(outside.gone, key=order.__getitem__, reverse=True))
-    return _Found(steps, neuron, numbers, outside.spikes, outside.lasts, joins, gradients, dead, parts)
+    found = _Found(steps, neuron, numbers, outside.spikes, outside.lasts, joins, gradients, dead, parts)
+    return found if ctx.options.neurons == "fuse" else replace(found, paying=_pays(found, outside.gone, ctx))
+
+
+def _without_exact_roundings(neuron: Neuron, numbers: list[float], steps: Steps) -> Neuron:
+    dtype = dtype_of(steps.inputs[0])
+    half = rounding(dtype)
+    if not half or neuron.is_trained or half not in {one.operation for one in neuron.code}:
+        return neuron
+    starts = [dtype_of(one) is dtype if isinstance(one, fx.Node) else holds(one, half) for one in _starts(steps)]
+    parameters = [dtype_of(one) is dtype for one in steps.parameters]
+    return without_exact_roundings(neuron, numbers, half, starts, parameters)
+
+
+def _pays(found: "_Found", gone: Collection[fx.Node], ctx: Context) -> str:
+    """Why a neuron pays where nobody asked for it: with the layer ahead of it, by estimate."""
+    inputs = found.steps.inputs
+    source, start = taken_from(inputs)
+    whole = source is not None and start == 0 and len(found.parts) == 1 and len(inputs) == example_of(source).shape[0]
+    behind = behind_described(len(inputs), found.neuron)
+    decision = with_its_layer(source if whole else None, found.steps.parameters, gone, behind, ctx)
+    if decision is None or decision.dense:
+        if decision is not None:
+            raise _Obstacle(f"with the layer ahead it would not pay: {decision.reason}")
+        raise _Obstacle("neurons='fuse' asks for it: a CPU gains nothing, and what a GPU gains was not measured")
+    return decision.reason
 
 
 def _gradients(steps: Steps, outside: "_Outside") -> _Gradients:
@@ -282,8 +314,6 @@ def _check_asked(ctx: Context) -> None:
         raise _Obstacle("the graph runs op by op, or switches gradients")
     if ctx.options.implementation == "dense":
         raise _Obstacle("implementation='dense' was asked for")
-    if ctx.options.neurons != "fuse":
-        raise _Obstacle("neurons='fuse' asks for it: a CPU gains nothing, and what a GPU gains was not measured")
 
 
 def _check_operands(steps: Steps) -> None:

@@ -271,7 +271,8 @@ def test_layers_of_a_loop_and_their_neurons_run_once_for_all_steps(residual: boo
     x = images(steps, 2, 2, 6, 6)
     report = fused(run, x, sites=3)
     assert site(report, "fuse_steps").rewritten
-    assert report.graph_after.count("sparsecomp.neuron.default") == 3 * (1 if steps == 4 else 2)
+    alone, with_a_layer = (report.graph_after.count(f"sparsecomp.{name}.default") for name in ("neuron", "conv_neuron"))
+    assert (alone, with_a_layer) == ((6, 0) if steps == 70 else (2, 1) if residual else (1, 2))
     left = [line for line in report.graph_after.splitlines() if not line.lstrip().startswith("#")]
     assert not [line for line in left if ">=" in line or " / 2" in line]
     assert all(one.rewritten for one in report.sites if one.rule == "spike_conv")

@@ -1,0 +1,68 @@
+"""Whether neurons that are written by hand pay in one launch with the layer ahead of them.
+
+Alone they are no less work as our operator than as Inductor's kernels, as far as it was measured. In one launch with a
+layer on spikes what lies between is not written at all; the layer is dense otherwise, in half precision most of all.
+"""
+
+from collections.abc import Collection
+
+from torch import fx
+
+from sparsecomp.lowering.cache.signature import has_triton
+from sparsecomp.passes.cost.conv_neuron import Behind
+from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.passes.engine.rule import Context
+from sparsecomp.passes.graph.canonicalize import example_of, op_of
+from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking import spike_conv, spike_linear
+from sparsecomp.passes.spiking.neurons_behind import DISABLED_BY, is_by_channel, leads_to, written_obstacle
+from sparsecomp.passes.spiking.operand import CONVOLUTIONS
+from sparsecomp.reference.geometry import is_channels_last
+
+
+def with_its_layer(
+    x: fx.Node | None, parameters: Collection[fx.Node], gone: Collection[fx.Node], behind: Behind, ctx: Context
+) -> Decision | None:
+    """The decision about neurons of all steps and the layer that gives them `x` (T, N, K, …), where a card could run
+    both in one launch; else None.
+
+    Args:
+        parameters: of the neurons.
+        gone: the nodes that they are written in.
+        behind: what they do.
+    """
+    current, options = example_of(x), ctx.options
+    disabled = {DISABLED_BY, "spike_conv", "spike_linear"}.intersection(options.disable)
+    if x is None or current is None or disabled or ctx.gradients or options.implementation not in ("auto", "binary"):
+        return None
+    if ctx.device(current.device).type != "cuda" or (ctx.target is None and not has_triton()):
+        return None
+    between = leads_to(x, _is_layer)
+    if between is None or not all(is_by_channel(one, current) for one in parameters):
+        return None
+    linear = _is_linear(between.layer)
+    readers = {user for user in x.users if _ends_in(user, gone)}
+    if not linear and not is_channels_last(example_of(between.layer)):
+        return None
+    if written_obstacle(x, readers, between, linear, ctx):
+        return None
+    return (spike_linear if linear else spike_conv).beside(between.layer, behind, ctx)
+
+
+def _is_linear(node: fx.Node) -> bool:
+    op = op_of(node)
+    return op is not None and op.name == "linear"
+
+
+def _is_layer(node: fx.Node) -> bool:
+    op = op_of(node)
+    return op is not None and (op.name in CONVOLUTIONS or op.name == "linear")
+
+
+def _ends_in(node: fx.Node, gone: Collection[fx.Node]) -> bool:
+    """Whether nodes alone read this one, or its shape or a part of it, that are gone."""
+    if node in gone:
+        return True
+    op = op_of(node)
+    passed = op is not None and op.has(Trait.VIEW | Trait.FILL) and not op.inplace
+    return passed and all(_ends_in(user, gone) for user in node.users)
