@@ -47,6 +47,7 @@ class FusedLayer(NamedTuple):
         keep: the last states are written.
         connect: how the spikes are joined with a residual that lies as they do; empty without one.
         added: dtype of what is added to the neurons' input, and lies as the spikes; empty without it.
+        halves: products are of the weight itself, in half precision and channels-last memory, and not of its bytes.
     """
 
     product: BinaryConv
@@ -54,6 +55,7 @@ class FusedLayer(NamedTuple):
     keep: bool
     connect: str = ""
     added: str = ""
+    halves: bool = False
 
     @property
     def name(self) -> str:
@@ -67,7 +69,7 @@ class FusedLayer(NamedTuple):
 
     @property
     def digits(self) -> int:
-        """Bytes a weight."""
+        """Bytes a weight: its own, or what it is split into."""
         return self.product.digits
 
     @property
@@ -114,22 +116,23 @@ class FusedCall:
     Args:
         states: how many the neurons have.
         room: how many the kernel has room for.
+        split: of the weight, or None for products of halves.
     """
 
     def __init__(
-        self, operation: Operation[Any], problem: FusedLayer, split: PackWeight, device: torch.device, states: int = 1,
-        room: int = 1,
+        self, operation: Operation[Any], problem: FusedLayer, split: PackWeight | None, device: torch.device,
+        states: int = 1, room: int = 1,
     ) -> None:  # fmt: skip
         conv, steps = problem.conv, problem.neurons.steps
         self._shape = (steps, conv.n // steps, conv.k, *conv.out_size)
         pixels = (conv.out.pixel * stride for stride in contiguous_strides(conv.out_size))
         images = (self._shape[1] * conv.out.image, conv.out.image)
         self._strides = (*images, conv.out.channel, *pixels)
-        self._planes, self._device, self._keep = split.planes, device, problem.keep
+        self._planes, self._device, self._keep = () if split is None else split.planes, device, problem.keep
         self._states, self._unused = states, (None,) * (room - states if problem.keep else room)
-        self._some = conv.m * conv.k > 0
-        self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if self._some else None
-        self._run = dispatch.prepared(operation, problem, device) if self._some else None
+        some = conv.m * conv.k > 0
+        self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if some and split is not None else None
+        self._run = dispatch.prepared(operation, problem, device) if some else None
 
     def __call__(self, x: Tensor, weight: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
         """Spikes and last states; `operands` are the kernel's from the bias on."""
@@ -139,10 +142,12 @@ class FusedCall:
         lasts = [
             torch.empty_strided(shape, strides, dtype=torch.float32, device=device) for _ in range(self._states)
         ]
-        if self._pack is not None and self._run is not None:
+        planes = scales = None
+        if self._pack is not None:
             planes = torch.empty(self._planes, dtype=torch.int8, device=device)
             scales = torch.empty(self._planes[1:2], dtype=torch.float32, device=device)
             self._pack(planar(weight), planes, scales)
+        if self._run is not None:
             written = lasts if self._keep else ()
             self._run(x, planes, scales, weight, *operands, spikes, *written, *self._unused)
         return spikes, *lasts
@@ -155,7 +160,7 @@ def all_steps(x: Tensor | None, step: tuple[int, ...], channels_last: bool) -> T
 
 def joins_of(problem: FusedLayer) -> tuple[tuple[str, str], ...]:
     """What a signature says of a problem's residuals."""
-    joins = ("connect", problem.connect), ("added", problem.added)
+    joins = ("connect", problem.connect), ("added", problem.added), ("products", "halves" if problem.halves else "")
     return tuple((name, how) for name, how in joins if how)
 
 
@@ -195,7 +200,7 @@ def random_layer(
     dtype, (has_norm, has_weight, has_bias) = getattr(torch, c.dtype), norm
     x = torch.randint(0, 7, (c.n, *c.size, c.c), generator=random, device=device) == 0
     weight = random_tensor((c.k, c.cg, *c.window.kernel), problem.product.weight, c.dtype, random)
-    planes, scales = split_weight(weight, problem.digits)
+    planes, scales = (None, None) if problem.halves else split_weight(weight, problem.digits)
     like = c.poisoned_output(device)
     var = torch.rand(c.k, generator=random, device=device) + 0.5 if has_norm else None
     by_step = like.unflatten(0, (problem.neurons.steps, -1))
@@ -217,6 +222,8 @@ def empty_results(problem: FusedLayer, device: torch.device, states: int) -> tup
 def reference_current(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> Tensor:
     """What the layer gives its neurons (T, N, K, …) before a batch-norm, in float64, of `random_layer`'s operands."""
     x, planes, scales, weight, bias, *_ = operands
-    assert x is not None and planes is not None and scales is not None and weight is not None
-    current = problem.conv.reference(x, used_weight(weight, planes, scales), bias, None)
+    assert x is not None and weight is not None
+    if planes is not None and scales is not None:
+        weight = used_weight(weight, planes, scales)
+    current = problem.conv.reference(x, weight, bias, None)
     return current.unflatten(0, (problem.neurons.steps, -1))

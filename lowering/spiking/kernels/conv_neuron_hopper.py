@@ -17,7 +17,7 @@ from sparsecomp.lowering.spiking.kernels.conv_lif_hopper import (
     places,
     why_no_products,
 )
-from sparsecomp.lowering.spiking.kernels.conv_neuron import NEURONS, by_channel, rounded
+from sparsecomp.lowering.spiking.kernels.conv_neuron import NEURONS, by_channel, no_halves, rounded
 from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, normalised
 from sparsecomp.lowering.spiking.kernels.neuron import do_instruction, state_before
 from sparsecomp.lowering.tuning.template import Template
@@ -93,7 +93,7 @@ CONV_NEURON_HOPPER = Template(
     name="conv_neuron_hopper",
     op="conv_neuron",
     sources=(conv_neuron_hopper_kernel, *LAYER, *NEURONS),
-    refuse=why_no_products,
+    refuse=lambda problem, device: no_halves(problem) or why_no_products(problem, device),
     space=blocks,
     cost=conv_lif_cost(hopper=True),
     prepare=partial(launch_of, conv_neuron_hopper_kernel),
