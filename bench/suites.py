@@ -104,6 +104,7 @@ SUITES: dict[str, Suite] = {
         "spiking.spike_layers", lambda m, a: m.run(a.modes, tuple(a.names or m.KINDS), a.workers or 8)
     ),
     "conv-neuron": Suite("spiking.conv_neuron", lambda m, a: m.run(a.workers or 8)),
+    "conv-neuron-half": Suite("spiking.conv_neuron_half", lambda m, a: m.run(a.workers or 8)),
     "tuning": Suite("tuning", lambda m, a: m.run()),
     "spmm": Suite("sparse.spmm", lambda m, a: m.run(a.data)),
     "semi-structured": Suite("sparse.semi_structured", lambda m, a: m.run()),

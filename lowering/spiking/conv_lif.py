@@ -15,10 +15,10 @@ from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.fused_layer import (
     FusedCall,
     FusedLayer,
-    all_steps,
-    check_layer,
+    check_fused,
     empty_results,
     joins_of,
+    lying_as_spikes,
     random_layer,
     reference_current,
 )
@@ -27,7 +27,7 @@ from sparsecomp.lowering.spiking.packing import PackWeight, to_bytes
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.geometry import Window, laid_out
-from sparsecomp.reference.lif import lif_reference, normalised
+from sparsecomp.reference.lif import behind_norm, lif_reference
 
 
 def launch_conv_lif(
@@ -55,7 +55,7 @@ def launch_conv_lif(
     check_added(added, weight.dtype, (steps, *shape))
     if v is not None:
         v = laid_out(v.reshape(shape), channels_last)
-    residual, added = (all_steps(one, shape, channels_last) for one in (residual, added))
+    residual, added = (lying_as_spikes(one, shape, channels_last) for one in (residual, added))
     bias, *norm = map(side_by_side, (bias, mean, var, gamma, beta))
     return record(to_bytes(counts), weight, bias, v, *norm, rate, added, residual)
 
@@ -71,7 +71,7 @@ def _record(
     window = Window.of(weight_shape, stride, padding, dilation)
     v, bias, mean, _, gamma, beta = given
     conv = Convolution.of(shape, weight_shape, window, groups, "float32", channels_last, bias is not None, scale)
-    check_layer(conv, weight_shape, steps, (v,), given[1:])
+    check_fused(conv, weight_shape, steps, (v,), given[1:])
     has = (v is not None, mean is not None, gamma is not None, beta is not None)
     neuron = (v0, eps, tau, threshold, reset or 0.0, steps, charge, decay_input, reset is None, *has)
     weight = torch.empty_strided(weight_shape, strides, dtype=torch.float32, device="meta")
@@ -133,7 +133,7 @@ def _reference(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> tupl
     p, (_, v, mean, var, gamma, beta, rate, added, residual, *_) = lif_of(problem), operands[4:]
     current = reference_current(problem, operands).float()
     if mean is not None:
-        current = normalised(current, mean, var, gamma, beta, p.eps)
+        current = behind_norm(current, mean, var, gamma, beta, p.eps)
     current = current if added is None else current + added
     spikes, _ = lif_reference(
         current, v, p.v0, None, None, None, None, p.eps, p.charge, p.tau, rate, p.decay_input, p.threshold,

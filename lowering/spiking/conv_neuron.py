@@ -18,10 +18,10 @@ from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.fused_layer import (
     FusedCall,
     FusedLayer,
-    all_steps,
-    check_layer,
+    check_fused,
     empty_results,
     joins_of,
+    lying_as_spikes,
     random_layer,
     reference_current,
 )
@@ -29,6 +29,7 @@ from sparsecomp.lowering.spiking.neuron import as_bits, code_of, filled
 from sparsecomp.lowering.spiking.packing import PackWeight, to_bytes
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.connect import check_added, check_residual, connected
+from sparsecomp.reference.digits import HALVES
 from sparsecomp.reference.geometry import Window, laid_out
 from sparsecomp.reference.layer_current import joined_current
 from sparsecomp.reference.neuron import (
@@ -44,8 +45,6 @@ from sparsecomp.reference.neuron import (
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 NO_ROUNDING = -1
-HALVES = 0
-"""Digits of a weight whose products are of halves."""
 
 
 class Described(NamedTuple):
@@ -128,7 +127,7 @@ def launch_conv_neuron(
     shape = (counts.shape[0] // steps, weight.shape[0], *size)
     check_residual(residual, connect, (steps, *shape))
     check_added(added, weight.dtype, (steps, *shape))
-    residual, added = (all_steps(one, shape, channels_last) for one in (residual, added))
+    residual, added = (lying_as_spikes(one, shape, channels_last) for one in (residual, added))
     given_states = [None if v is None else laid_out(v.reshape(shape), channels_last) for v in states]
     bias, *norm = map(side_by_side, (bias, mean, var, gamma, beta))
     spikes, *lasts = record(
@@ -153,7 +152,7 @@ def _record(
     window = Window.of(weight_shape, stride, padding, dilation)
     bias, mean, _, gamma, beta = given
     conv = Convolution.of(shape, weight_shape, window, groups, dtype, channels_last, bias is not None, scale)
-    check_layer(conv, weight_shape, steps, states, given)
+    check_fused(conv, weight_shape, steps, states, given)
     wrong = [count for count in parameters if count not in (1, conv.k)]
     if wrong:
         raise InputError(f"parameters of {wrong} numbers: give one, or one for each of {conv.k} channels")

@@ -153,7 +153,7 @@ class FusedCall:
         return spikes, *lasts
 
 
-def all_steps(x: Tensor | None, step: tuple[int, ...], channels_last: bool) -> Tensor | None:
+def lying_as_spikes(x: Tensor | None, step: tuple[int, ...], channels_last: bool) -> Tensor | None:
     """(T, N, K, …), or (T, N, K) for maps of one pixel, as (T · N, K, …) that lies as spikes of a `step`'s shape."""
     return None if x is None else laid_out(x.reshape(-1, *step[1:]), channels_last)
 
@@ -164,7 +164,7 @@ def joins_of(problem: FusedLayer) -> tuple[tuple[str, str], ...]:
     return tuple((name, how) for name, how in joins if how)
 
 
-def check_layer(
+def check_fused(
     conv: Convolution, weight: torch.Size, steps: int, states: tuple[torch.Size | None, ...],
     by_channel: tuple[torch.Size | None, ...],
 ) -> None:  # fmt: skip

@@ -27,6 +27,8 @@ _BLOCK, _TAIL = 128 * 64, 3e-6
 all processors, they are half as large."""
 _SHARE = 0.83
 """Of the bandwidth, what neurons in a launch of their own reach."""
+_OF_DENSE = 0.6
+"""Of the rate of dense convolutions in half precision, what products of halves of spikes reach; not measured."""
 _LEAST = 11e-6
 """Seconds of the smallest product measured, its packing of the weight included: estimates of small ones say less."""
 
@@ -52,7 +54,7 @@ class Behind(NamedTuple):
 
 
 def decide(site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
-    """`fused`, or `dense`, which stands here for the two launches.
+    """`fused`, in half precision `halves` too, or `dense`, which stands here for the two launches.
 
     Args:
         site: the convolution, of all steps' images.
@@ -69,6 +71,9 @@ def decide(site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
         "dense": Time(product, layer).plus(_alone(site, behind, card)),
         "fused": Time(product * slots / steps + work + written, layer),
     }
+    if site.itemsize == 2:
+        halves = max(seconds_of(site, "dense", card) / _OF_DENSE, _LEAST)
+        times["halves"] = Time(halves * slots / steps + work + written, layer - host.LAUNCH)
     return fastest({name: time.waited(replayed=not site.hosted) for name, time in times.items()}, rival="apart")
 
 
@@ -78,23 +83,24 @@ def with_neurons(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H
         return layer
     alone = _alone(site, behind, card).waited(replayed=not site.hosted)
     seconds = {name: time + alone for name, time in layer.seconds.items()}
-    seconds["binary"] = min(seconds["binary"], _together(site, behind, card))
+    seconds["binary"] = min(seconds["binary"], *_together(site, behind, card).values())
     together = fastest(seconds, layer.source)
     return together._replace(reason=f"{together.reason}, with the neurons behind it")
 
 
 def beside_written(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
-    """`fused`, or `dense`: a dense layer and Inductor's kernels for neurons that are written by hand."""
+    """As of :func:`decide`; `dense` is a dense layer and Inductor's kernels for neurons that are written by hand."""
     alone = _written_alone(site, behind, card).waited(replayed=not site.hosted)
-    seconds = {"dense": layer.seconds["dense"] + alone, "fused": _together(site, behind, card)}
+    seconds = {"dense": layer.seconds["dense"] + alone, **_together(site, behind, card)}
     return fastest(seconds, layer.source, rival="as it was written")
 
 
-def _together(site: SiteInfo, behind: Behind, card: Card) -> float:
-    """Seconds of one launch. Whoever makes the spikes writes them as bytes, beside what others read of them if it is
-    not a neuron of ours."""
+def _together(site: SiteInfo, behind: Behind, card: Card) -> dict[str, float]:
+    """Seconds of one launch, by its products. Whoever makes the spikes writes them as bytes, beside what others read of
+    them if it is not a neuron of ours."""
     besides = 0.0 if site.fused else site.n * site.c * site.in_pixels / card.bandwidth
-    return decide(site._replace(fused=True), behind, card).seconds["fused"] + besides
+    seconds = decide(site._replace(fused=True), behind, card).seconds
+    return {name: time + besides for name, time in seconds.items() if name != "dense"}
 
 
 def _neurons(site: SiteInfo) -> int:

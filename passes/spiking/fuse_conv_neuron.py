@@ -6,7 +6,7 @@ bit. Together they write spikes alone, and last membranes where they are asked f
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -29,9 +29,10 @@ from sparsecomp.passes.spiking.neurons_behind import (
     behind_of,
     between_of,
     idle_readers,
-    obstacle,
+    why_apart,
 )
 from sparsecomp.passes.spiking.operand import attribute
+from sparsecomp.reference.digits import HALVES
 from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
@@ -85,6 +86,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     reason = f"with the neurons behind it in one launch, {steps} time steps; {found.reason}"
     idle = [one for part in layer.between.nodes for one in idle_readers(part)]
     dead = (*idle, *layer.between.nodes)
+    layer = replace(layer, digits=HALVES) if found.implementation == "halves" else layer
     return Plan(
         lambda: _build(node, layer), reason, "fused", dead=dead, estimate=found.estimate, layer=layer.node
     )  # fmt: skip
@@ -94,23 +96,28 @@ RULE = Rule("fuse_conv_neuron", consider, after=("narrow_spikes",), of_rewritten
 
 
 def _considered(node: fx.Node, layer: _Product, ctx: Context) -> Decision | Refusal:
-    found = obstacle(node, layer.between, layer.is_linear, ctx)
+    found = why_apart(node, layer.between, layer.is_linear, ctx)
     if found is not None:
         return refuse(Why.NOT_WITH_NEURONS, detail=found)
-    if ctx.options.neurons == "fuse":
-        return Decision("fused", "neurons='fuse' was asked for")
-    x = example_of(layer.x)
+    x, asked = example_of(layer.x), ctx.options.neurons == "fuse"
     device = ctx.device(x.device)
-    if device.type != "cuda" or (ctx.target is None and not has_triton()):
+    on_card = device.type == "cuda" and (ctx.target is not None or has_triton())
+    if asked and not on_card:
+        return Decision("fused", "neurons='fuse' was asked for")
+    if not on_card:
         return refuse(Why.NOT_WITH_NEURONS, detail="on the CPU nothing is gained")
     out = example_of(layer.node)
-    if not layer.is_linear and not is_channels_last(out):
+    if not asked and not layer.is_linear and not is_channels_last(out):
         return refuse(Why.NOT_WITH_NEURONS, detail="its result is not channels-last, and bytes would be written apart")
     site = _site(layer, not replays(ctx.options, device))
     if site is None:
-        return refuse(Why.UNKNOWN_SHAPE)
+        return Decision("fused", "neurons='fuse' was asked for") if asked else refuse(Why.UNKNOWN_SHAPE)
     card = H100 if not torch.cuda.is_available() else card_of(x.device)
     decision = gate.decide(site, behind_of(node), card if ctx.target is None else ctx.target.card)
+    if asked:
+        ways = {name: seconds for name, seconds in decision.seconds.items() if name != "dense"}
+        best = min(ways, key=lambda name: ways[name])
+        return decision._replace(implementation=best, reason="neurons='fuse' was asked for")
     if decision.dense:
         return Refusal(Why.NOT_WITH_NEURONS, {"detail": decision.reason}, decision.estimate)
     return decision

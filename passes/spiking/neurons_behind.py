@@ -89,7 +89,7 @@ def neurons_behind(layer: fx.Node, linear: bool, ctx: Context) -> Behind | None:
             return None
         reader = readers[0]
     between = between_of(reader, lambda node: node is layer)
-    return None if between is None or obstacle(reader, between, linear, ctx) else behind_of(reader)
+    return None if between is None or why_apart(reader, between, linear, ctx) else behind_of(reader)
 
 
 def between_of(neurons: fx.Node, is_layer: Callable[[fx.Node], bool]) -> Between | None:
@@ -138,7 +138,7 @@ def _is_evaluated(op: CanonicalOp) -> bool:
     return kept and op.step_mode == "s" and not op.inplace and None not in statistics
 
 
-def obstacle(neurons: fx.Node, between: Between, linear: bool, ctx: Context) -> str | None:
+def why_apart(neurons: fx.Node, between: Between, linear: bool, ctx: Context) -> str | None:
     """Why a layer and neurons cannot be one launch, None if they can."""
     current, out, x = example_of(neurons.args[0]), example_of(between.layer), example_of(op_input(between.layer))
     if current is None or out is None or x is None:
@@ -161,7 +161,7 @@ def op_input(layer: fx.Node) -> Any:
 
 
 def written_obstacle(x: fx.Node, readers: set[fx.Node], between: Between, linear: bool, ctx: Context) -> str | None:
-    """As :func:`obstacle`, of neurons that are no operator yet, but these nodes that read `x` (T, N, K, …)."""
+    """As :func:`why_apart`, of neurons that are no operator yet, but these nodes that read `x` (T, N, K, …)."""
     found = _between_obstacle(between, readers, ctx)
     return found or shape_obstacle(example_of(x), between, linear)
 

@@ -139,7 +139,7 @@ def check_layer(op: CanonicalOp, ctx: Context) -> Operands | Refusal:
     return Operands(op, fact, dtype, ctx.device(x.device).type, precision, digits, spread, promise)
 
 
-def beside_written(
+def together_or_written(
     operands: Operands, site: gate.SiteInfo, behind: conv_neuron.Behind, ctx: Context
 ) -> Decision:  # fmt: skip
     """The decision about one launch of a layer and neurons behind it that are written by hand."""

@@ -19,11 +19,11 @@ from sparsecomp.passes.spiking.operand import (
     CONVOLUTIONS,
     TRANSPOSED,
     Operands,
-    beside_written,
     build_inputs,
     check_layer,
     choose,
     hooked,
+    together_or_written,
     unsupported_layer,
 )
 from sparsecomp.reference.geometry import Window
@@ -53,11 +53,11 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 RULE = Rule("spike_conv", consider, after=("fuse_neurons", "static_stem"))
 
 
-def beside(node: fx.Node, behind: Behind, ctx: Context) -> Decision | None:
+def conv_with_neurons(node: fx.Node, behind: Behind, ctx: Context) -> Decision | None:
     """The decision about one launch of a convolution and neurons behind it that are written by hand, if it is legal."""
     op = op_of(node)
     found = None if op is None or any(hooked(node, ctx, layer) for layer in _LAYERS) else _legal(op, ctx)
-    return None if found is None or isinstance(found, Refusal) else beside_written(found[0], found[2], behind, ctx)
+    return None if found is None or isinstance(found, Refusal) else together_or_written(found[0], found[2], behind, ctx)
 
 
 def _legal(op: CanonicalOp, ctx: Context) -> tuple[Operands, _Geometry, SiteInfo] | Refusal:

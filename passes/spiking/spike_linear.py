@@ -16,12 +16,12 @@ from sparsecomp.passes.spiking.batched_product import batched_product
 from sparsecomp.passes.spiking.neurons_behind import neurons_behind
 from sparsecomp.passes.spiking.operand import (
     Operands,
-    beside_written,
     build_inputs,
     check_layer,
     choose,
     hooked,
     hosted,
+    together_or_written,
     trains,
     unsupported_layer,
     writes_bytes,
@@ -52,14 +52,14 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return choose(operands, site, ctx, lambda strategy: _build(operands, strategy, ctx), behind)
 
 
-def beside(node: fx.Node, behind: Behind, ctx: Context) -> Decision | None:
+def linear_with_neurons(node: fx.Node, behind: Behind, ctx: Context) -> Decision | None:
     """The decision about one launch of a layer and neurons behind it that are written by hand, if it is legal."""
     op = op_of(node)
     operands = None if op is None or hooked(node, ctx, torch.nn.Linear) else check_layer(op, ctx)
     if operands is None or isinstance(operands, Refusal):
         return None
     site = _site(operands, ctx)
-    return None if isinstance(site, Refusal) else beside_written(operands, site, behind, ctx)
+    return None if isinstance(site, Refusal) else together_or_written(operands, site, behind, ctx)
 
 
 RULE = Rule("spike_linear", consider, after=("fuse_neurons", "sparse_linear", "sparse_matmul", "active_linear"))

@@ -14,9 +14,10 @@ from sparsecomp.passes.cost.decision import Decision
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
-from sparsecomp.passes.spiking import spike_conv, spike_linear
 from sparsecomp.passes.spiking.neurons_behind import DISABLED_BY, is_by_channel, leads_to, written_obstacle
 from sparsecomp.passes.spiking.operand import CONVOLUTIONS
+from sparsecomp.passes.spiking.spike_conv import conv_with_neurons
+from sparsecomp.passes.spiking.spike_linear import linear_with_neurons
 from sparsecomp.reference.geometry import is_channels_last
 
 
@@ -46,7 +47,7 @@ def with_its_layer(
         return None
     if written_obstacle(x, readers, between, linear, ctx):
         return None
-    return (spike_linear if linear else spike_conv).beside(between.layer, behind, ctx)
+    return (linear_with_neurons if linear else conv_with_neurons)(between.layer, behind, ctx)
 
 
 def _is_linear(node: fx.Node) -> bool:

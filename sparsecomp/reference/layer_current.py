@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from sparsecomp.reference.lif import normalised
+from sparsecomp.reference.lif import behind_norm
 
 
 def joined_current(
@@ -17,7 +17,7 @@ def joined_current(
     dtype = sums.dtype
     wide = torch.promote_types(dtype, torch.float32)
     if mean is not None:
-        sums = normalised(sums.to(wide), mean, var, gamma, beta, eps).to(dtype)
+        sums = behind_norm(sums.to(wide), mean, var, gamma, beta, eps).to(dtype)
     if added is not None:
         sums = (sums.to(wide) + added.reshape(sums.shape).to(wide)).to(dtype)
     return sums

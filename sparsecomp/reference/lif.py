@@ -5,7 +5,7 @@ import torch
 
 def lif_reference(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, decay_input, threshold, reset):
     if mean is not None:
-        x = normalised(x, mean, var, weight, bias, eps)
+        x = behind_norm(x, mean, var, weight, bias, eps)
     v = torch.full_like(x[0], v0) if v is None else v
     rest = 0.0 if reset is None else reset
     spikes = torch.empty_like(x, dtype=torch.int8)
@@ -23,7 +23,7 @@ def lif_reference(x, v, v0, mean, var, weight, bias, eps, charge, tau, rate, dec
     return spikes, torch.empty_like(x[0]).copy_(v)
 
 
-def normalised(x, mean, var, weight, bias, eps):
+def behind_norm(x, mean, var, weight, bias, eps):
     """A batch-norm in evaluation of x (T, N, C, …)."""
     shape = (-1, *(1,) * (x.dim() - 3))
     gain = torch.rsqrt(var + eps)

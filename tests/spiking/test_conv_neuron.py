@@ -63,8 +63,8 @@ def both(
 
     counts, how, (starts, parameters, *described) = to_bytes(x), (*window, groups, digits), neuron
     fused = conv_neuron.launch_conv_neuron(
-        counts, weight, bias, *window, groups, 0 if halves else digits, 0.5, SPREAD, channels_last, steps, *norm, EPS, states, starts, parameters,
-        *described, keep, **joins,
+        counts, weight, bias, *window, groups, 0 if halves else digits, 0.5, SPREAD, channels_last, steps, *norm, EPS,
+        states, starts, parameters, *described, keep, **joins,
     )  # fmt: skip
     sums = spike_conv.launch_counts(counts, weight, bias, *how, "binary", 0.5, None, SPREAD, channels_last)
     sums = sums.unflatten(0, (steps, -1))
@@ -190,8 +190,8 @@ def test_operands_that_do_not_fit_are_errors(device, changed, told):
     norm = statistics(changed.get("norm", 24), torch.float16, device)
     with pytest.raises(InputError, match=told):
         launch_conv_neuron(
-            x, weight, bias.half(), *PLANE, 1, changed.get("digits", 2), 1.0, SPREAD, True, changed.get("steps", 4), *norm, EPS, [state],
-            starts, parameters, numbers, changed.get("step", step), True, None, "add", added,
+            x, weight, bias.half(), *PLANE, 1, changed.get("digits", 2), 1.0, SPREAD, True, changed.get("steps", 4),
+            *norm, EPS, [state], starts, parameters, numbers, changed.get("step", step), True, None, "add", added,
         )  # fmt: skip
 
 

@@ -72,8 +72,8 @@ def test_what_is_left_of_a_leaky_neuron() -> None:
     step = (
         "t0 = sub v0 n0; t1 = float16 t0; t2 = sub x t1; t3 = float16 t2; t4 = mul t3 n2; t5 = float16 t4; "
         "t6 = add v0 t5; t7 = float16 t6; t8 = sub t7 n1; t9 = float16 t8; t10 = ge t9 n0; t11 = float t10; "
-        "t12 = mul t11 n0; t13 = float16 t12; t14 = sub n1 t11; t15 = float16 t14; t16 = mul t15 t7; t17 = float16 t16; "
-        "t18 = add t13 t17; t19 = float16 t18; spike t10; v0 t19"
+        "t12 = mul t11 n0; t13 = float16 t12; t14 = sub n1 t11; t15 = float16 t14; t16 = mul t15 t7; "
+        "t17 = float16 t16; t18 = add t13 t17; t19 = float16 t18; spike t10; v0 t19"
     )
     left = without_exact_roundings(neuron_of(step), NUMBERS, "float16", [True], [])
     assert str(left) == (

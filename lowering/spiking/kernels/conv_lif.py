@@ -19,7 +19,7 @@ from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
 from sparsecomp.lowering.spiking.convolution import beyond_images
 from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.kernels.binary_conv import float_sums, int8_sums, int8_tiles, joined, window_corners
-from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step, normalised
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step, normed_block
 from sparsecomp.lowering.tuning.template import Config, Template
 
 
@@ -62,7 +62,7 @@ def conv_lif_kernel(
             shift = tl.load(beta_ptr + k, mask=col_ok, other=0.0)[None, :]
     if rate_ptr is not None:
         rate = tl.load(rate_ptr).to(tl.float32)
-    offset, mask = places(first, k, col_ok, M, OD * OH * OW, out_pixel, out_channel, out_image, PIXELS)
+    offset, mask = pixel_outputs(first, k, col_ok, M, OD * OH * OW, out_pixel, out_channel, out_image, PIXELS)
     zero = tl.zeros((PIXELS, BN), tl.float32)
     v = zero + v0
     if v_ptr is not None:
@@ -73,7 +73,7 @@ def conv_lif_kernel(
     if residual_ptr is not None:
         residuals = all_steps(residual_ptr + offset, mask, step_size, STEPS)
     for step in tl.static_range(STEPS):
-        current = normalised(currents[step], mean, gain, shift)
+        current = normed_block(currents[step], mean, gain, shift)
         if added_ptr is not None:
             current += added[step].to(tl.float32)
         fired, v = lif_step(current, v, rate, zero + tau, threshold, reset, CHARGE, HALVES, DECAY_INPUT, SOFT_RESET)
@@ -105,7 +105,7 @@ def layer_sums(
     cg = C // GROUPS // VECTOR * VECTOR
     C = cg * GROUPS
     blocks_n = tl.cdiv(kg, BN)
-    # channel blocks of the same pixels run side by side and share their input in L2
+    # channel pixel_blocks of the same pixels run side by side and share their input in L2
     pm = pid // (blocks_n * GROUPS)
     pn = pid % (blocks_n * GROUPS)
     group = pn // blocks_n
@@ -141,7 +141,7 @@ def layer_sums(
 
 
 @triton.jit
-def places(
+def pixel_outputs(
     first, k, col_ok, M, area, out_pixel, out_channel, out_image, PIXELS: tl.constexpr
 ):  # fmt: skip
     """Where the outputs of a block's pixels and channels lie in one step, and which of them there are."""
@@ -175,10 +175,10 @@ def interleaved(even, odd, COUNT: tl.constexpr):
 @triton.jit
 def all_steps(pointers, mask, step_size, STEPS: tl.constexpr):
     """The blocks of all steps of a tensor: their loads are on their way before the first store could hold them up."""
-    blocks = (tl.load(pointers, mask=mask, other=0),)
+    pixel_blocks = (tl.load(pointers, mask=mask, other=0),)
     for step in tl.static_range(1, STEPS):
-        blocks = blocks + (tl.load(pointers + step * step_size, mask=mask, other=0),)
-    return blocks
+        pixel_blocks = pixel_blocks + (tl.load(pointers + step * step_size, mask=mask, other=0),)
+    return pixel_blocks
 
 
 @triton.jit
@@ -193,8 +193,9 @@ def connected_block(fired, residual, CONNECT: tl.constexpr):
 
 
 LAYER = (
-    layer_sums, places, by_step, interleaved, all_steps, connected_block, window_corners, int8_sums, joined, float_sums
-)
+    layer_sums, pixel_outputs, by_step, interleaved, all_steps, connected_block, window_corners, int8_sums, joined,
+    float_sums,
+)  # fmt: skip
 """What kernels around these products, by step, are made of."""
 
 
@@ -205,14 +206,14 @@ def hopper_instead(problem: FusedLayer, device: Device) -> str | None:
     return None
 
 
-def blocks(problem: FusedLayer, device: Device) -> list[Config]:
+def pixel_blocks(problem: FusedLayer, device: Device) -> list[Config]:
     """Blocks of whole pixels."""
     tiles = int8_tiles(problem.conv.kg, problem.conv.cp, problem.digits, device)
     return [config for config in tiles if config["BM"] % problem.slots == 0]
 
 
-def launch_of(kernel: Any, problem: FusedLayer, config: Config) -> Launch:
-    """A kernel's launch on a problem, in blocks."""
+def fused_launch(kernel: Any, problem: FusedLayer, config: Config) -> Launch:
+    """A kernel's launch on a problem, in pixel_blocks."""
     p = problem.in_volumes
     constants = {**p.constants, "VOLUMES": beyond_images(problem.conv) is not None, "EVEN_C": p.conv.cp == p.conv.cg}
     constants |= {"VECTOR": gcd(p.conv.cg, 16)}
@@ -224,9 +225,9 @@ def launch_of(kernel: Any, problem: FusedLayer, config: Config) -> Launch:
 CONV_LIF = Template(
     name="conv_lif",
     op="conv_lif",
-    sources=(conv_lif_kernel, *LAYER, batch_norm_gain, normalised, lif_step),
+    sources=(conv_lif_kernel, *LAYER, batch_norm_gain, normed_block, lif_step),
     refuse=hopper_instead,
-    space=blocks,
+    space=pixel_blocks,
     cost=conv_lif_cost(hopper=False),
-    prepare=partial(launch_of, conv_lif_kernel),
+    prepare=partial(fused_launch, conv_lif_kernel),
 )  # fmt: skip

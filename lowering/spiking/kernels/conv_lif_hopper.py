@@ -17,7 +17,7 @@ from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.kernels import binary_conv_hopper
 from sparsecomp.lowering.spiking.kernels.binary_conv_hopper import copies, float_products, image_and_pixel, products
 from sparsecomp.lowering.spiking.kernels.conv_lif import all_steps, connected_block
-from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step, normalised
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, lif_step, normed_block
 from sparsecomp.lowering.tuning.template import Config, Template
 
 
@@ -35,15 +35,15 @@ def conv_lif_hopper_kernel(
     BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `conv_lif_kernel`."""
-    value = layer_sums(
+    value = layer_products(
         x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, M, N, H, W, OH, OW, C, K, CP,
         stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_k, weight_c, weight_r, weight_s, multiplier,
         R, S, GROUPS, DIGITS, HAS_BIAS, SCALED, STEPS, SLOTS, BM, BN, BK, STAGES, num_warps,
     )  # fmt: skip
     PIXELS: gl.constexpr = BM // SLOTS
-    currents = by_step(value, SLOTS, PIXELS, BN, num_warps)
+    currents = steps_apart(value, SLOTS, PIXELS, BN, num_warps)
     held: gl.constexpr = currents[0].type.layout
-    k, col_ok, offset, mask = places(M, OH * OW, K, out_pixel, out_channel, out_image, GROUPS, PIXELS, BN, held)
+    k, col_ok, offset, mask = block_outputs(M, OH * OW, K, out_pixel, out_channel, out_image, GROUPS, PIXELS, BN, held)
     mean = None
     gain = None
     shift = None
@@ -65,7 +65,7 @@ def conv_lif_hopper_kernel(
     if residual_ptr is not None:
         residuals = all_steps(residual_ptr + offset, mask, step_size, STEPS)
     for step in gl.static_range(STEPS):
-        current = normalised(currents[step], mean, gain, shift)
+        current = normed_block(currents[step], mean, gain, shift)
         if added_ptr is not None:
             current += added[step].to(gl.float32)
         fired, v = lif_step(current, v, rate, zero + tau, threshold, reset, CHARGE, HALVES, DECAY_INPUT, SOFT_RESET)
@@ -78,7 +78,7 @@ def conv_lif_hopper_kernel(
 
 
 @gluon.jit
-def layer_sums(
+def layer_products(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, M, N, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_k, weight_c, weight_r, weight_s, multiplier,
     R: gl.constexpr, S: gl.constexpr, GROUPS: gl.constexpr, DIGITS: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -86,7 +86,7 @@ def layer_sums(
     BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """The block's sums, bias included, in the layout of the products: a row a slot of an output pixel."""
-    pm, group, k0, kg = block_of(K, GROUPS, BN)
+    pm, group, k0, kg = fused_block(K, GROUPS, BN)
     cg = C // GROUPS
     rows = pm * BM + gl.arange(0, BM, layout=gl.SliceLayout(1, copies(BK, num_warps)))
     row_ok = (rows // SLOTS < M) & (rows % SLOTS < STEPS)
@@ -117,7 +117,7 @@ def layer_sums(
 
 
 @gluon.jit
-def block_of(K, GROUPS: gl.constexpr, BN: gl.constexpr):
+def fused_block(K, GROUPS: gl.constexpr, BN: gl.constexpr):
     """The program's block of rows, its group, and the first of its output channels in the group and how many it has."""
     pid = gl.program_id(0)
     kg = K // GROUPS
@@ -127,12 +127,12 @@ def block_of(K, GROUPS: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def places(
+def block_outputs(
     M, area, K, out_pixel, out_channel, out_image,
     GROUPS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The block's output channels and which there are, where its outputs lie in one step, and which there are."""
-    pm, group, k0, kg = block_of(K, GROUPS, BN)
+    pm, group, k0, kg = fused_block(K, GROUPS, BN)
     place = pm * PIXELS + gl.arange(0, PIXELS, layout=gl.SliceLayout(1, LAYOUT))
     cols = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, LAYOUT))
     col_ok = cols < kg
@@ -144,7 +144,7 @@ def places(
 
 
 @gluon.jit
-def by_step(value, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr):
+def steps_apart(value, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr, num_warps: gl.constexpr):
     """The blocks (PIXELS, BN) of each of SLOTS steps, of rows that are steps beside each other, pixel by pixel."""
     cube = gl.permute(gl.reshape(value, (PIXELS, SLOTS, BN)), (0, 2, 1))
     return _halved(gl.convert_layout(cube, _steps_inside(BN, SLOTS, num_warps)), SLOTS, PIXELS, BN)
@@ -174,24 +174,25 @@ def _halved(cube, SLOTS: gl.constexpr, PIXELS: gl.constexpr, BN: gl.constexpr):
 
 
 LAYER = (
-    layer_sums, block_of, places, by_step, _halved, all_steps, connected_block, *binary_conv_hopper.SOURCES
+    layer_products, fused_block, block_outputs, steps_apart, _halved, all_steps, connected_block,
+    *binary_conv_hopper.SOURCES,
 )  # fmt: skip
 """What kernels around these products, by step, are made of."""
 
 
-def why_no_products(problem: FusedLayer, device: Device) -> str | None:
+def why_no_layer(problem: FusedLayer, device: Device) -> str | None:
     """Why the products cannot run on a device, None if they can."""
     return binary_conv_hopper.why_no_products(problem.product, device)
 
 
-def blocks(problem: FusedLayer, device: Device) -> list[Config]:
+def warpgroup_blocks(problem: FusedLayer, device: Device) -> list[Config]:
     """Blocks of whole pixels."""
     found = binary_conv_hopper.product_blocks(problem.product, device)
     return [config for config in found if config["BM"] % problem.slots == 0]
 
 
-def launch_of(kernel: Any, problem: FusedLayer, config: Config) -> Launch:
-    """A kernel's launch on a problem, in blocks."""
+def warpgroup_launch(kernel: Any, problem: FusedLayer, config: Config) -> Launch:
+    """A kernel's launch on a problem, in warpgroup_blocks."""
     constants = {**problem.constants, **{name: config[name] for name in ("BM", "BN", "BK")}}
     constants |= {"STAGES": config["stages"], "num_warps": config["warps"]}
     grid = problem.grid(config["BM"], config["BN"])
@@ -201,9 +202,9 @@ def launch_of(kernel: Any, problem: FusedLayer, config: Config) -> Launch:
 CONV_LIF_HOPPER = Template(
     name="conv_lif_hopper",
     op="conv_lif",
-    sources=(conv_lif_hopper_kernel, *LAYER, batch_norm_gain, normalised, lif_step),
-    refuse=why_no_products,
-    space=blocks,
+    sources=(conv_lif_hopper_kernel, *LAYER, batch_norm_gain, normed_block, lif_step),
+    refuse=why_no_layer,
+    space=warpgroup_blocks,
     cost=conv_lif_cost(hopper=True),
-    prepare=partial(launch_of, conv_lif_hopper_kernel),
+    prepare=partial(warpgroup_launch, conv_lif_hopper_kernel),
 )

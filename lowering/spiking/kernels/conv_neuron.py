@@ -15,15 +15,15 @@ from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.kernels.conv_lif import (
     LAYER,
     all_steps,
-    blocks,
     by_step,
     connected_block,
+    fused_launch,
     hopper_instead,
-    launch_of,
     layer_sums,
-    places,
+    pixel_blocks,
+    pixel_outputs,
 )
-from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, normalised
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, normed_block
 from sparsecomp.lowering.spiking.kernels.neuron import do_instruction, state_before, to_bfloat16
 from sparsecomp.lowering.tuning.template import Template
 
@@ -70,7 +70,7 @@ def step_through(
 ):  # fmt: skip
     """All steps of the neurons of a block, whose sums are `value`; see `layer_sums` for the first four."""
     PIXELS: tl.constexpr = BM // SLOTS
-    currents = by_step(rounded(value, ROUND), SLOTS, PIXELS, BN)
+    currents = by_step(rounded_block(value, ROUND), SLOTS, PIXELS, BN)
     mean = None
     gain = None
     shift = None
@@ -79,7 +79,7 @@ def step_through(
         gain = batch_norm_gain(var_ptr, gamma_ptr, k, col_ok, eps, gamma_ptr is not None)[None, :]
         if beta_ptr is not None:
             shift = tl.load(beta_ptr + k, mask=col_ok, other=0.0).to(tl.float32)[None, :]
-    offset, mask = places(first, k, col_ok, M, area, out_pixel, out_channel, out_image, PIXELS)
+    offset, mask = pixel_outputs(first, k, col_ok, M, area, out_pixel, out_channel, out_image, PIXELS)
     zero = tl.zeros((PIXELS, BN), tl.float32)
     states = (state_before(v0_ptr, start0, offset, mask, zero), state_before(v1_ptr, start1, offset, mask, zero))
     fixed = by_channel(
@@ -94,9 +94,9 @@ def step_through(
     for step in tl.static_range(STEPS):
         current = currents[step]
         if mean_ptr is not None:
-            current = rounded(normalised(current, mean, gain, shift), ROUND)
+            current = rounded_block(normed_block(current, mean, gain, shift), ROUND)
         if added_ptr is not None:
-            current = rounded(current + added[step].to(tl.float32), ROUND)
+            current = rounded_block(current + added[step].to(tl.float32), ROUND)
         values = (current,) + states + fixed
         for at in tl.static_range(len(CODE)):
             one = do_instruction(CODE[at][0], values[CODE[at][1]], values[CODE[at][2]], values[CODE[at][3]])
@@ -116,7 +116,7 @@ def step_through(
 
 
 @triton.jit
-def rounded(value, ROUND: tl.constexpr):
+def rounded_block(value, ROUND: tl.constexpr):
     """A block rounded by an instruction, if there is one."""
     if ROUND >= 0:
         return do_instruction(ROUND, value, value, value)
@@ -148,7 +148,7 @@ def by_channel(
 
 
 NEURONS = (
-    batch_norm_gain, normalised, do_instruction, to_bfloat16, state_before, rounded, channels_of, by_channel
+    batch_norm_gain, normed_block, do_instruction, to_bfloat16, state_before, rounded_block, channels_of, by_channel
 )
 """What kernels that step through described neurons by channel are made of."""
 
@@ -167,7 +167,7 @@ CONV_NEURON = Template(
     op="conv_neuron",
     sources=(conv_neuron_kernel, step_through, *LAYER, *NEURONS),
     refuse=_refuse,
-    space=blocks,
+    space=pixel_blocks,
     cost=conv_lif_cost(hopper=False),
-    prepare=partial(launch_of, conv_neuron_kernel),
+    prepare=partial(fused_launch, conv_neuron_kernel),
 )

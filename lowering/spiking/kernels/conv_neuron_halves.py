@@ -15,7 +15,7 @@ from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
 from sparsecomp.lowering.spiking.convolution import beyond_images
 from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.kernels.binary_conv import window_corners
-from sparsecomp.lowering.spiking.kernels.conv_lif import all_steps, by_step, connected_block, interleaved, places
+from sparsecomp.lowering.spiking.kernels.conv_lif import all_steps, by_step, connected_block, interleaved, pixel_outputs
 from sparsecomp.lowering.spiking.kernels.conv_neuron import NEURONS, step_through
 from sparsecomp.lowering.tuning.limits import fits_registers, fits_shared
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -150,8 +150,8 @@ CONV_NEURON_HALVES = Template(
     name="conv_neuron_halves",
     op="conv_neuron",
     sources=(
-        conv_neuron_halves_kernel, half_sums, step_through, window_corners, places, by_step, interleaved, all_steps,
-        connected_block, *NEURONS,
+        conv_neuron_halves_kernel, half_sums, step_through, window_corners, pixel_outputs, by_step, interleaved,
+        all_steps, connected_block, *NEURONS,
     ),
     refuse=lambda problem, device: None if problem.halves else "its products are of bytes",
     space=_space,

@@ -10,15 +10,15 @@ from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
 from sparsecomp.lowering.spiking.kernels.conv_lif import all_steps, connected_block
 from sparsecomp.lowering.spiking.kernels.conv_lif_hopper import (
     LAYER,
-    blocks,
-    by_step,
-    launch_of,
-    layer_sums,
-    places,
-    why_no_products,
+    block_outputs,
+    layer_products,
+    steps_apart,
+    warpgroup_blocks,
+    warpgroup_launch,
+    why_no_layer,
 )
-from sparsecomp.lowering.spiking.kernels.conv_neuron import NEURONS, by_channel, no_halves, rounded
-from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, normalised
+from sparsecomp.lowering.spiking.kernels.conv_neuron import NEURONS, by_channel, no_halves, rounded_block
+from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, normed_block
 from sparsecomp.lowering.spiking.kernels.neuron import do_instruction, state_before
 from sparsecomp.lowering.tuning.template import Template
 
@@ -37,15 +37,15 @@ def conv_neuron_hopper_kernel(
     BK: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """See `conv_neuron_kernel`."""
-    value = layer_sums(
+    value = layer_products(
         x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, M, N, H, W, OH, OW, C, K, CP,
         stride_h, stride_w, pad_h, pad_w, dil_h, dil_w, weight_k, weight_c, weight_r, weight_s, multiplier,
         R, S, GROUPS, DIGITS, HAS_BIAS, SCALED, STEPS, SLOTS, BM, BN, BK, STAGES, num_warps,
     )  # fmt: skip
     PIXELS: gl.constexpr = BM // SLOTS
-    currents = by_step(rounded(value, ROUND), SLOTS, PIXELS, BN, num_warps)
+    currents = steps_apart(rounded_block(value, ROUND), SLOTS, PIXELS, BN, num_warps)
     held: gl.constexpr = currents[0].type.layout
-    k, col_ok, offset, mask = places(M, OH * OW, K, out_pixel, out_channel, out_image, GROUPS, PIXELS, BN, held)
+    k, col_ok, offset, mask = block_outputs(M, OH * OW, K, out_pixel, out_channel, out_image, GROUPS, PIXELS, BN, held)
     mean = None
     gain = None
     shift = None
@@ -68,9 +68,9 @@ def conv_neuron_hopper_kernel(
     for step in gl.static_range(STEPS):
         current = currents[step]
         if mean_ptr is not None:
-            current = rounded(normalised(current, mean, gain, shift), ROUND)
+            current = rounded_block(normed_block(current, mean, gain, shift), ROUND)
         if added_ptr is not None:
-            current = rounded(current + added[step].to(gl.float32), ROUND)
+            current = rounded_block(current + added[step].to(gl.float32), ROUND)
         values = (current,) + states + fixed
         for at in gl.static_range(len(CODE)):
             one = do_instruction(CODE[at][0], values[CODE[at][1]], values[CODE[at][2]], values[CODE[at][3]])
@@ -93,8 +93,8 @@ CONV_NEURON_HOPPER = Template(
     name="conv_neuron_hopper",
     op="conv_neuron",
     sources=(conv_neuron_hopper_kernel, *LAYER, *NEURONS),
-    refuse=lambda problem, device: no_halves(problem) or why_no_products(problem, device),
-    space=blocks,
+    refuse=lambda problem, device: no_halves(problem) or why_no_layer(problem, device),
+    space=warpgroup_blocks,
     cost=conv_lif_cost(hopper=True),
-    prepare=partial(launch_of, conv_neuron_hopper_kernel),
+    prepare=partial(warpgroup_launch, conv_neuron_hopper_kernel),
 )

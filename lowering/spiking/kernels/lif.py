@@ -23,7 +23,7 @@ def batch_norm_gain(var_ptr, weight_ptr, c, mask, eps, HAS_WEIGHT: tl.constexpr)
 
 
 @triton.jit
-def normalised(x, mean, gain, shift):
+def normed_block(x, mean, gain, shift):
     """A batch-norm: `mean` and `gain` are None without one, `shift` without its bias."""
     if mean is not None:
         x = x - mean
@@ -97,7 +97,7 @@ def lif_kernel(
         rate = tl.load(rate_ptr).to(tl.float32)
     for step in tl.static_range(STEPS):
         x = tl.load(x_ptr + step * x_step + offset, mask=mask, other=0.0).to(tl.float32)
-        x = normalised(x, mean, gain, shift)
+        x = normed_block(x, mean, gain, shift)
         fired, v = lif_step(x, v, rate, zero + tau, threshold, reset, CHARGE, HALVES, DECAY_INPUT, SOFT_RESET)
         tl.store(spikes_ptr + step * spikes_step + offset, fired.to(tl.int8), mask=mask)
     tl.store(last_ptr + offset, v.to(last_ptr.dtype.element_ty), mask=mask)
@@ -114,7 +114,7 @@ _numel, _steps, _block, _warps = sizes("numel steps BLOCK warps")
 LIF = Template(
     name="lif",
     op="lif",
-    sources=(lif_kernel, batch_norm_gain, normalised, lif_step),
+    sources=(lif_kernel, batch_norm_gain, normed_block, lif_step),
     space=lambda problem, device: [
         Config(BLOCK=block, warps=warps) for block in (256, 512, 1024, 2048) for warps in (2, 4, 8)
         if 4 <= block // (32 * warps) <= 16

@@ -11,7 +11,7 @@ from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.geometry import Window, laid_out
-from sparsecomp.reference.lif import lif_reference, normalised
+from sparsecomp.reference.lif import behind_norm, lif_reference
 
 library.define(
     "conv_lif(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
@@ -98,7 +98,7 @@ def _reference(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
     if mean is not None:
-        current = normalised(current, mean, var, gamma, beta, eps)
+        current = behind_norm(current, mean, var, gamma, beta, eps)
     check_added(added, weight.dtype, current.shape)
     current = current if added is None else current + added.reshape(current.shape)
     neuron = (None, None, None, None, eps, charge, tau, rate, decay_input, threshold, reset)
