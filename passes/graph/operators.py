@@ -353,7 +353,9 @@ _RECORDS = (
         forms={Form.ATEN: "input output_size return_indices=True"},
     ),
     *_alike("avg_pool1d avg_pool2d avg_pool3d", _AVG_POOL),
-    *_alike("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", "input output_size"),
+    _op("adaptive_avg_pool1d", "input output_size"),
+    _op("adaptive_avg_pool2d _adaptive_avg_pool2d", "input output_size"),
+    _op("adaptive_avg_pool3d _adaptive_avg_pool3d", "input output_size"),
     _op("pad", "input pad mode='constant' value=None"),
     _op(
         "interpolate",

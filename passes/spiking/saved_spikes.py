@@ -126,9 +126,10 @@ def _recompute_currents(graph: fx.Graph) -> None:
 
 
 def _recompute_layers(joint: fx.GraphModule) -> None:
-    """Marks layers for the partitioner whose operands are kept in bits or are there anyway.
+    """Marks layers for the partitioner whose operands are kept in bits or are there anyway, and copies of inputs.
 
-    A layer of two operands that are light counts as light itself: behind it comes the second product of attention.
+    A layer of two operands that are light counts as light itself: behind it comes the second product of attention. An
+    input that is one image at all steps is copied for its layer, so many times as large.
     """
     analysis, light = analyse(joint), set[fx.Node]()
     backward = _of_backward(joint.graph)
@@ -141,6 +142,9 @@ def _recompute_layers(joint: fx.GraphModule) -> None:
             for one in operands:
                 if one.op == "call_function" and one.target not in _OPERANDS and "recompute" not in one.meta:
                     one.meta |= {"recompute": CheckpointPolicy.MUST_SAVE, _MARKED: True}
+            light.add(node)
+        elif node.target is aten.clone.default and _is_given(_base(node.args[0])):
+            _mark(node)
             light.add(node)
         elif _is_given(node) or (node.target is aten.clone.default and _base(node.args[0]) in light):
             light.add(node)

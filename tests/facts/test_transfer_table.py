@@ -387,8 +387,14 @@ CASES: dict[str, list[tuple[Callable[..., Any], Any]]] = {
     "adaptive_avg_pool2d": [
         (lambda s, c, x: F.adaptive_avg_pool2d(s, 1), (0, 16, 1 / 16)),
         (lambda s, c, x: F.adaptive_avg_pool2d(s, 3), ZEROS),
+        (lambda s, c, x: F.adaptive_avg_pool2d(c, (12, 2)), (2, 4, 0.5)),
+        (lambda s, c, x: F.adaptive_avg_pool2d(s, (6, 8)), ZEROS),
+        (lambda s, c, x: torch.ops.aten._adaptive_avg_pool2d.default(s, (8, 8)), (0, 1, 1.0)),
     ],
-    "adaptive_avg_pool3d": [(lambda s, c, x: F.adaptive_avg_pool3d(s, 2), (0, 8, 0.125))],
+    "adaptive_avg_pool3d": [
+        (lambda s, c, x: F.adaptive_avg_pool3d(s, 2), (0, 8, 0.125)),
+        (lambda s, c, x: torch.ops.aten._adaptive_avg_pool3d.default(s, (4, 8, 2)), (0, 2, 0.5)),
+    ],
     "pad": [
         (lambda s, c, x: F.pad(c, (1, 1)), (0, 2, 1.0)),
         (lambda s, c, x: F.pad(c, (1, 0), value=3.0), (1, 3, 1.0)),
@@ -741,7 +747,8 @@ REASONS: dict[str, list[str]] = {
     **_all("neg float double half bfloat16 int long short byte char as_tensor mean", OF_X),
     **_all("empty empty_like new_empty", RANDOM),
     **_all("argmax argmin", "{} gives indices"),
-    **_all("avg_pool1d adaptive_avg_pool2d", AVERAGES),
+    **_all("avg_pool1d", AVERAGES),
+    **_all("adaptive_avg_pool2d", AVERAGES, AVERAGES),
     **_all(
         "linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d addmm baddbmm "
         "scaled_dot_product_attention bilinear embedding",

@@ -144,6 +144,7 @@ _POOLED = (1 / 2, 1 / 4 + 1 / 32) if torch.__version__ < (2, 12) else (1 / 4, 1 
 LINKS: dict[str, tuple[Callable[[Tensor], Tensor], float | None, float | None]] = {
     "pooled": (lambda s: F.max_pool2d(s.flatten(0, 1), 2).unflatten(0, s.shape[:2]), *_POOLED),
     "averaged": (lambda s: F.avg_pool2d(s.flatten(0, 1), 2).unflatten(0, s.shape[:2]), 1 / 2, 3 / 8),
+    "spread": (lambda s: F.adaptive_avg_pool2d(s.flatten(0, 1), 2 * SIZE).unflatten(0, s.shape[:2]), 17 / 4, 3 / 4),
     "added": (lambda s: s + s.transpose(3, 4), 1, 1 / 4),
     "doubled": (lambda s: s * 2, 1, 1 / 4),
     "many": (lambda s: s * 19 + s.transpose(3, 4), 1, 1),
@@ -160,6 +161,16 @@ average also the map itself, of which four time steps share a byte."""
 
 def to_channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("memory", "expected"), [("auto", IMAGES + 2 * 4 * ELEMENTS), ("low", 0)])
+def test_an_image_that_is_shown_at_all_steps_is_kept_once(memory: str, expected: int) -> None:
+    """A copy of it for each step is made again in the backward, where memory is to be low."""
+    model, x = Net(layers=2), images(1).expand(STEPS, -1, -1, -1, -1)
+    _, eager = stepped(model, x, None)
+    ours, found = stepped(model, x, memory)
+    assert bytes_of(ours.kept) == expected + ELEMENTS // 4  # and the spikes
+    assert all(torch.equal(found[name], grad) and grad.abs().max() > 0 for name, grad in eager.items())
 
 
 @pytest.mark.parametrize("memory", ["auto", "low"])

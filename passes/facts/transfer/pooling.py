@@ -58,13 +58,17 @@ def adaptive_avg_pool(op: CanonicalOp, facts: Facts) -> Result:
     """As average pooling, where the windows are all of one known size."""
     rank = int(op.name[-2])
     before, after = shape_of(op.input), shape_of(op.node)
-    count: int | None = None
-    if before is not None and after is not None and op.step_mode == "s":
-        count = 1
-        for size_in, size_out in zip(before[-rank:], after[-rank:], strict=True):
-            divides = size_in is not None and size_out and size_in % size_out == 0
-            count = count * (size_in // size_out) if divides and count and size_in and size_out else None
-    return average(op, facts.of(op.input), count)
+    if before is None or after is None or op.step_mode != "s":
+        return average(op, facts.of(op.input), None)
+    windows = list(map(_adaptive_window, before[-rank:], after[-rank:]))
+    return average(op, facts.of(op.input), None if None in windows else math.prod(one or 1 for one in windows))
+
+
+def _adaptive_window(before: int | None, after: int | None) -> int | None:
+    """Elements of each window along a dimension; a larger map has each element so many times."""
+    if not before or not after or before % after and after % before:
+        return None
+    return max(before // after, 1)
 
 
 def average(op: CanonicalOp, fact: SparsityFact | None, count: int | None, divisor: int | None = None) -> Result:
