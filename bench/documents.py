@@ -20,7 +20,7 @@ from bench.sparse import (
     training_step,
     two_of_four,
 )
-from bench.spiking import conv_neuron, snn_training, spike_layers
+from bench.spiking import conv_neuron, conv_neuron_half, snn_training, spike_layers
 from bench.timing import place
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +68,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "training-step": _if_measured("training_step", training_step.table),
         "spike-layers": _if_measured("spike_layers", spike_layers.table),
         "conv-neuron": _if_measured("conv_neuron", conv_neuron.table),
+        "conv-neuron-half": _if_measured("conv_neuron_half", conv_neuron_half.table),
         "snn-training": _if_measured("snn_training", snn_training.table),
         "attention": _if_measured("attention", block_attention.table),
         "masked-attention": _if_measured("masked_attention", masked_models.table),

@@ -277,8 +277,6 @@ def neurons(device: str) -> None:
             given = counts, weight.to(dtype), *how[:10], *how[12:], 1e-5, *described, step, keep
             ops.conv_neuron(*given)
             ops.conv_neuron(*given, spikes, "iand", spikes.to(dtype))
-            if dtype is not torch.float32:
-                ops.conv_neuron(*given[:7], 0, *given[8:])
     step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; t4 = sub t1 t3; spike t2; v0 t4; v1 t3"
     for keep in (False, True):
         decay = torch.rand(5, 1, 1, device=device)

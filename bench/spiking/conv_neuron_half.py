@@ -1,8 +1,8 @@
 """A convolution on spikes in float16 with its neurons in one launch, beside stock's kernels for both.
 
-The neurons are spikingjelly's LIF, which in half precision is a loop of torch's operators. Products are of bytes and of
-halves; of either the first configuration by estimate of each tile is timed as well. Times are of CUDA graph replays, on
-bytes (on float16 for stock), batch-norm and packing of the weight included. Worker processes compile side by side.
+The neurons are spikingjelly's LIF, which in half precision is a loop of torch's operators. The first configuration by
+estimate of each of a few tiles is timed as well. Times are of CUDA graph replays, on bytes (on float16 for stock),
+batch-norm and packing of the weight included. Worker processes compile side by side.
 """
 
 import multiprocessing
@@ -22,14 +22,21 @@ from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.spiking.conv_neuron import CONV_NEURON, Described, conv_neuron_problem
 from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.fused_layer import FusedLayer
+from sparsecomp.lowering.spiking.implementations import SiteInfo
+from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
 from sparsecomp.lowering.tuning.template import Candidate
 from sparsecomp.lowering.tuning.trial import first_line
-from sparsecomp.reference.digits import HALVES, SPREAD
-from sparsecomp.reference.neuron import NUMBERS, PARAMETERS, STATES, neuron_of
+from sparsecomp.passes.cost import conv_neuron as gate
+from sparsecomp.passes.cost.decision import Decision
+from sparsecomp.passes.cost.spiking import decide
+from sparsecomp.reference.digits import SPREAD
+from sparsecomp.reference.neuron import NUMBERS, PARAMETERS, ROUNDINGS, STATES, neuron_of
 
-DIGITS = {"bytes": 2, "halves": HALVES}
+TRIED = 4
+"""Tiles timed, the first by estimate."""
+DIGITS = 2
 EPS = 1e-5
 STEP = (
     "t0 = sub x v0; t1 = float16 t0; t2 = mul t1 n1; t3 = float16 t2; t4 = add v0 t3; t5 = float16 t4; t6 = sub t5 n2; "
@@ -47,18 +54,17 @@ def run(workers: int) -> Iterator[Row]:
         workers: processes that compile side by side.
     """
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        jobs = [(place, share, workers) for place in range(len(CASES)) for share in range(workers)]
+        jobs = [(place, share) for share in range(TRIED + 1) for place in range(len(CASES))]
         pool.starmap(_compile, jobs, chunksize=1)
     for case in CASES:
         row: Row = {"case": case.name, "shape": list(case[1:]), "ms": {}, "configurations": {}}
         guarded(row, "ways", partial(_ways, row, case))
-        for kind in DIGITS:
-            guarded(row, kind, partial(_configurations, row, case, kind))
+        guarded(row, "configurations", partial(_configurations, row, case))
         print(row, flush=True)
         yield row
 
 
-def problem_of(case: Case, kind: str) -> FusedLayer:
+def problem_of(case: Case) -> FusedLayer:
     """A case as the kernels see it."""
     shape = (case.batch * case.steps, case.c, case.size, case.size)
     conv = Convolution.of(shape, (case.k,), case.window, dtype="float16")
@@ -66,48 +72,53 @@ def problem_of(case: Case, kind: str) -> FusedLayer:
         case.steps, neuron_of(STEP), "float16", EPS, (False,) * PARAMETERS, (0.0,) * STATES,
         _NUMBERS + (0.0,) * (NUMBERS - len(_NUMBERS)), (False,) * STATES, (False,) * PARAMETERS, True, True, True,
     )  # fmt: skip
-    return conv_neuron_problem(conv, DIGITS[kind], neurons)
+    return conv_neuron_problem(conv, DIGITS, neurons)
 
 
-def _first(case: Case, kind: str) -> list[Candidate[FusedLayer]]:
-    """The first configuration by estimate of each tile, the first of all in front."""
-    device, problem = torch.device("cuda", 0), problem_of(case, kind)
-    ranked = rank(CONV_NEURON.candidates(problem, device_of(device)), problem, card_of(device))
+def decision_of(case: Case, card: Card) -> Decision:
+    """What the gate says of a case on a card, in replayed graphs."""
+    site = SiteInfo(
+        device="cuda", itemsize=2, n=case.batch * case.steps, c=case.c, size=(case.size,) * 2, k=case.k,
+        window=case.window, groups=1, digits=DIGITS, density=None, active=None, tf32=False, channels_last=True,
+        fused=True,
+    )  # fmt: skip
+    instructions = sum(1 + (one.operation in ROUNDINGS) for one in neuron_of(STEP).code)
+    return gate.beside_written(decide(site, card), site, gate.Behind(case.steps, False, instructions), card)
+
+
+def _first(case: Case) -> list[Candidate[FusedLayer]]:
+    """The first configuration by estimate of each of the first tiles."""
+    device, problem = torch.device("cuda", 0), problem_of(case)
     tiles: dict[tuple[int, ...], Candidate[FusedLayer]] = {}
-    for one in ranked:
+    for one in rank(CONV_NEURON.candidates(problem, device_of(device)), problem, card_of(device)):
         tiles.setdefault(tuple(one.config[name] for name in ("BM", "BN", "warps")), one)
-    return [*tiles.values()]
+    return [*tiles.values()][:TRIED]
 
 
-def _compile(place: int, share: int, workers: int) -> None:
-    """One share of what a case launches."""
+def _compile(place: int, share: int) -> None:
+    """One of the things that a case launches: stock's kernels, or a configuration."""
     case, device = CASES[place], torch.device("cuda", 0)
-    jobs: list[Callable[[], Any]] = [
-        partial(_prepared, case, kind, one, device) for kind in DIGITS for one in _first(case, kind)
-    ]
-    for job in [lambda: _stock(case)[0](), *jobs][share::workers]:
-        try:
-            job()
-        except Exception as error:
-            print(case.name, first_line(error), flush=True)
-
-
-def _prepared(case: Case, kind: str, candidate: Candidate[FusedLayer], device: torch.device) -> None:
-    problem = problem_of(case, kind)
-    assert CONV_NEURON.operands is not None
-    candidate.template.prepare(problem, candidate.config)(*CONV_NEURON.operands(problem, device, 0))
+    try:
+        if share == 0:
+            _stock(case)[0]()
+            return
+        for candidate in _first(case)[share - 1 : share]:
+            problem = problem_of(case)
+            assert CONV_NEURON.operands is not None
+            candidate.template.prepare(problem, candidate.config)(*CONV_NEURON.operands(problem, device, 0))
+    except Exception as error:
+        print(case.name, first_line(error), flush=True)
 
 
 def _ways(row: Row, case: Case) -> None:
-    stock, dense = _stock(case), _dense(case)
-    fused = {kind: _fused(case, kind) for kind in DIGITS}
+    stock, fused = _stock(case), _fused(case)
     expected = stock[0]()[0]
     row["rate"] = round(expected.float().mean().item(), 3)
-    row["differ"] = {  # of stock, which rounds once where these round after each operation
-        kind: round((calls[0]()[0] != expected).float().mean().item(), 6) for kind, calls in fused.items()
-    }
-    row["ms"] = {"stock": graph_ms(stock), "dense": graph_ms(dense)}
-    row["ms"] |= {kind: graph_ms(calls) for kind, calls in fused.items()}
+    # stock rounds once where ours, and eager, round after each operation
+    row["differ"] = round((fused[0]()[0] != expected).float().mean().item(), 6)
+    row["ms"] = {"stock": graph_ms(stock), "convolution": graph_ms(_dense(case)), "fused": graph_ms(fused)}
+    seconds = decision_of(case, card_of(torch.device("cuda", 0))).seconds
+    row["estimated"] = {name: ms * 1e3 for name, ms in seconds.items()}
 
 
 def _operands(case: Case) -> tuple[list[Tensor], Tensor, tuple[Tensor, ...]]:
@@ -125,10 +136,10 @@ def _operands(case: Case) -> tuple[list[Tensor], Tensor, tuple[Tensor, ...]]:
     return inputs, weight, tuple(one.half() for one in norm)
 
 
-def _fused(case: Case, kind: str) -> _Calls:
+def _fused(case: Case) -> _Calls:
     inputs, weight, norm = _operands(case)
     window = case.window
-    how = (list(window.stride), list(window.padding), list(window.dilation), 1, DIGITS[kind], 1.0, SPREAD, True)
+    how = (list(window.stride), list(window.padding), list(window.dilation), 1, DIGITS, 1.0, SPREAD, True)
     neuron = ([None], [0.0], [], list(_NUMBERS), STEP)
     return [
         partial(ops.conv_neuron, x.to(torch.int8), weight, None, *how, case.steps, *norm, EPS, *neuron) for x in inputs
@@ -161,35 +172,31 @@ def _stock(case: Case) -> _Calls:
     return [partial(compiled, x.half()) for x in inputs]
 
 
-def _configurations(row: Row, case: Case, kind: str) -> None:
-    problem, device = problem_of(case, kind), torch.device("cuda", 0)
+def _configurations(row: Row, case: Case) -> None:
+    problem, device = problem_of(case), torch.device("cuda", 0)
     assert CONV_NEURON.operands is not None
     operands = [CONV_NEURON.operands(problem, device, seed) for seed in range(COPIES)]
-    times = row["configurations"].setdefault(kind, {})
-    for candidate in _first(case, kind):
+    for candidate in _first(case):
         launch = candidate.template.prepare(problem, candidate.config)
         calls: _Calls = [partial(launch, *tensors) for tensors in operands]
-        guarded(times, str(candidate.config), partial(_timed, times, candidate, calls))
+        guarded(row["configurations"], str(candidate.config), partial(_timed, row, candidate, calls))
 
 
-def _timed(times: dict[str, Any], candidate: Candidate[FusedLayer], calls: _Calls) -> None:
-    times[str(candidate.config)] = graph_ms(calls, 8)
+def _timed(row: Row, candidate: Candidate[FusedLayer], calls: _Calls) -> None:
+    row["configurations"][str(candidate.config)] = graph_ms(calls, 8)
 
 
 def table(rows: list[Row]) -> str:
-    """Milliseconds of stock and of one launch with either kind of products, and the fastest configuration of each."""
-    grid = [["layer", "stock", "its convolution", *DIGITS, "gain", *(f"fastest of {kind}" for kind in DIGITS)]]
+    """Milliseconds of stock and of one launch, and the fastest configuration, without the packing of the weight."""
+    grid = [["layer", "stock", "its convolution", "fused", "gain", "estimated", "fastest, ms", "configuration"]]
     for row in rows:
-        ms = row["ms"]
-        if not ms:
-            grid.append([row["case"], *["–"] * 4, str(row.get("left out")), *["–"] * 2])
+        ms, tried = row["ms"], {name: one for name, one in row["configurations"].items() if isinstance(one, float)}
+        if not ms or not tried:
+            grid.append([row["case"], *["–"] * 6, str(row.get("left out"))])
             continue
-        best = []
-        for kind in DIGITS:
-            tried = {name: one for name, one in row["configurations"].get(kind, {}).items() if isinstance(one, float)}
-            name = min(tried, key=lambda name: tried[name], default=None)
-            best.append("–" if name is None else f"{tried[name]:.4f}: {name}")
-        gain = ms["stock"] / min(ms[kind] for kind in DIGITS)
-        figures = (f"{ms[name]:.4f}" for name in ("stock", "dense", *DIGITS))
-        grid.append([row["case"], *figures, f"{gain:.2f}", *best])
+        best = min(tried, key=lambda name: tried[name])
+        figures = (f"{ms[name]:.4f}" for name in ("stock", "convolution", "fused"))
+        estimated = row["estimated"]["dense"] / row["estimated"]["fused"]
+        gain = f"{ms['stock'] / ms['fused']:.2f}"
+        grid.append([row["case"], *figures, gain, f"{estimated:.2f}", f"{tried[best]:.4f}", best])
     return markdown_grid(grid)

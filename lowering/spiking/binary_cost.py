@@ -13,7 +13,7 @@ _m, _in_pixels, _taps = sizes("conv.m conv.in_pixels conv.taps")
 _c, _k, _groups = sizes("conv.c conv.k conv.groups")
 _cp, _digits, _phases = sizes("conv.cp digits phases")
 _pixels, _slots, _residuals = sizes("pixels slots residuals")
-_steps, _operations = sizes("neurons.steps neurons.operations")
+_steps, _operations, _waits = sizes("neurons.steps neurons.operations neurons.waits")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
 _shared_rate, _int8_portable, _fp32 = sizes("shared_rate int8_portable fp32")
@@ -32,7 +32,8 @@ def conv_lif_cost(hopper: bool) -> Cost:
     """The same walks, in tiles that hold all steps of a pixel, and the neurons' work; spikes are written as bytes."""
     rows = sympy.ceiling(_pixels * _slots / _bm)
     tiles = rows * sympy.ceiling(_k / (_groups * _bn)) * _groups
-    neurons = waves(tiles, _processors) * _bm * _bn * _operations * _processors / _fp32
+    step = _operations * (1 + _waits * (8 / _warps - 1))
+    neurons = waves(tiles, _processors) * _bm * _bn * step * _processors / _fp32
     return Cost(
         # at the share of the bandwidth that a convolution's outputs reach
         bytes=((1.5 + _residuals) * _steps + 6) * _pixels * _k,

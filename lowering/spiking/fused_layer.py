@@ -21,7 +21,8 @@ class StepNeurons(Protocol):
 
     Attributes:
         name: of the operation.
-        operations: float operations' worth of a step in an estimate.
+        operations: float operations' worth of a step in an estimate, for a block of eight warps.
+        waits: 1 if half as many warps take twice as long for it: instructions wait for each other.
         step_numbers: run-time numbers of a step, in the kernels' order.
         step_constants: what the kernels are specialised on.
     """
@@ -32,6 +33,8 @@ class StepNeurons(Protocol):
     def steps(self) -> int: ...
     @property
     def operations(self) -> float: ...
+    @property
+    def waits(self) -> int: ...
     @property
     def step_numbers(self) -> tuple[float, ...]: ...
     @property
@@ -47,7 +50,6 @@ class FusedLayer(NamedTuple):
         keep: the last states are written.
         connect: how the spikes are joined with a residual that lies as they do; empty without one.
         added: dtype of what is added to the neurons' input, and lies as the spikes; empty without it.
-        halves: products are of the weight itself, in half precision and channels-last memory, and not of its bytes.
     """
 
     product: BinaryConv
@@ -55,7 +57,6 @@ class FusedLayer(NamedTuple):
     keep: bool
     connect: str = ""
     added: str = ""
-    halves: bool = False
 
     @property
     def name(self) -> str:
@@ -69,7 +70,7 @@ class FusedLayer(NamedTuple):
 
     @property
     def digits(self) -> int:
-        """Bytes a weight: its own, or what it is split into."""
+        """Bytes a weight."""
         return self.product.digits
 
     @property
@@ -116,22 +117,21 @@ class FusedCall:
     Args:
         states: how many the neurons have.
         room: how many the kernel has room for.
-        split: of the weight, or None for products of halves.
     """
 
     def __init__(
-        self, operation: Operation[Any], problem: FusedLayer, split: PackWeight | None, device: torch.device,
-        states: int = 1, room: int = 1,
+        self, operation: Operation[Any], problem: FusedLayer, split: PackWeight, device: torch.device, states: int = 1,
+        room: int = 1,
     ) -> None:  # fmt: skip
         conv, steps = problem.conv, problem.neurons.steps
         self._shape = (steps, conv.n // steps, conv.k, *conv.out_size)
         pixels = (conv.out.pixel * stride for stride in contiguous_strides(conv.out_size))
         images = (self._shape[1] * conv.out.image, conv.out.image)
         self._strides = (*images, conv.out.channel, *pixels)
-        self._planes, self._device, self._keep = () if split is None else split.planes, device, problem.keep
+        self._planes, self._device, self._keep = split.planes, device, problem.keep
         self._states, self._unused = states, (None,) * (room - states if problem.keep else room)
         some = conv.m * conv.k > 0
-        self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if some and split is not None else None
+        self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if some else None
         self._run = dispatch.prepared(operation, problem, device) if some else None
 
     def __call__(self, x: Tensor, weight: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
@@ -142,12 +142,10 @@ class FusedCall:
         lasts = [
             torch.empty_strided(shape, strides, dtype=torch.float32, device=device) for _ in range(self._states)
         ]
-        planes = scales = None
-        if self._pack is not None:
+        if self._pack is not None and self._run is not None:
             planes = torch.empty(self._planes, dtype=torch.int8, device=device)
             scales = torch.empty(self._planes[1:2], dtype=torch.float32, device=device)
             self._pack(planar(weight), planes, scales)
-        if self._run is not None:
             written = lasts if self._keep else ()
             self._run(x, planes, scales, weight, *operands, spikes, *written, *self._unused)
         return spikes, *lasts
@@ -160,7 +158,7 @@ def lying_as_spikes(x: Tensor | None, step: tuple[int, ...], channels_last: bool
 
 def joins_of(problem: FusedLayer) -> tuple[tuple[str, str], ...]:
     """What a signature says of a problem's residuals."""
-    joins = ("connect", problem.connect), ("added", problem.added), ("products", "halves" if problem.halves else "")
+    joins = ("connect", problem.connect), ("added", problem.added)
     return tuple((name, how) for name, how in joins if how)
 
 
@@ -200,7 +198,7 @@ def random_layer(
     dtype, (has_norm, has_weight, has_bias) = getattr(torch, c.dtype), norm
     x = torch.randint(0, 7, (c.n, *c.size, c.c), generator=random, device=device) == 0
     weight = random_tensor((c.k, c.cg, *c.window.kernel), problem.product.weight, c.dtype, random)
-    planes, scales = (None, None) if problem.halves else split_weight(weight, problem.digits)
+    planes, scales = split_weight(weight, problem.digits)
     like = c.poisoned_output(device)
     var = torch.rand(c.k, generator=random, device=device) + 0.5 if has_norm else None
     by_step = like.unflatten(0, (problem.neurons.steps, -1))
@@ -222,8 +220,6 @@ def empty_results(problem: FusedLayer, device: torch.device, states: int) -> tup
 def reference_current(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> Tensor:
     """What the layer gives its neurons (T, N, K, …) before a batch-norm, in float64, of `random_layer`'s operands."""
     x, planes, scales, weight, bias, *_ = operands
-    assert x is not None and weight is not None
-    if planes is not None and scales is not None:
-        weight = used_weight(weight, planes, scales)
-    current = problem.conv.reference(x, weight, bias, None)
+    assert x is not None and planes is not None and scales is not None and weight is not None
+    current = problem.conv.reference(x, used_weight(weight, planes, scales), bias, None)
     return current.unflatten(0, (problem.neurons.steps, -1))

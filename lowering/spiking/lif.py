@@ -75,6 +75,11 @@ class Lif(NamedTuple):
         return 120.0
 
     @property
+    def waits(self) -> int:
+        """As of `StepNeurons`."""
+        return 0
+
+    @property
     def halves(self) -> bool:
         """Whether a product with the inverse of tau is the quotient, to the last bit."""
         return self.charge == "lif" and is_power_of_two(self.tau)

@@ -5,7 +5,7 @@ arithmetic where the tensor cores wait for it, and rows of blocks that steps oth
 
 The constants are fitted to how far both ways are apart in 12 layers on an H200 (`bench/results/conv_neuron.json`), of
 one launch in the configuration that it chooses now. Each layer gets the way that was the faster there, or is within 2 %
-of it.
+of it; of six layers in float16 beside stock's kernels (`bench/results/conv_neuron_half.json`), within 5 %.
 """
 
 from typing import NamedTuple
@@ -27,8 +27,9 @@ _BLOCK, _TAIL = 128 * 64, 3e-6
 all processors, they are half as large."""
 _SHARE = 0.83
 """Of the bandwidth, what neurons in a launch of their own reach."""
-_OF_DENSE = 0.6
-"""Of the rate of dense convolutions in half precision, what products of halves of spikes reach; not measured."""
+_WRITTEN = 15
+"""Bytes for each neuron and step in half precision that Inductor's kernels for a loop of spikingjelly's LIF, with the
+batch-norm before, would have to move for their time in six layers (`bench/results/conv_neuron_half.json`)."""
 _LEAST = 11e-6
 """Seconds of the smallest product measured, its packing of the weight included: estimates of small ones say less."""
 
@@ -54,7 +55,7 @@ class Behind(NamedTuple):
 
 
 def decide(site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
-    """`fused`, in half precision `halves` too, or `dense`, which stands here for the two launches.
+    """`fused`, or `dense`, which stands here for the two launches.
 
     Args:
         site: the convolution, of all steps' images.
@@ -71,9 +72,6 @@ def decide(site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
         "dense": Time(product, layer).plus(_alone(site, behind, card)),
         "fused": Time(product * slots / steps + work + written, layer),
     }
-    if site.itemsize == 2:
-        halves = max(seconds_of(site, "dense", card) / _OF_DENSE, _LEAST)
-        times["halves"] = Time(halves * slots / steps + work + written, layer - host.LAUNCH)
     return fastest({name: time.waited(replayed=not site.hosted) for name, time in times.items()}, rival="apart")
 
 
@@ -83,7 +81,7 @@ def with_neurons(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H
         return layer
     alone = _alone(site, behind, card).waited(replayed=not site.hosted)
     seconds = {name: time + alone for name, time in layer.seconds.items()}
-    seconds["binary"] = min(seconds["binary"], *_together(site, behind, card).values())
+    seconds["binary"] = min(seconds["binary"], _together(site, behind, card))
     together = fastest(seconds, layer.source)
     return together._replace(reason=f"{together.reason}, with the neurons behind it")
 
@@ -91,16 +89,15 @@ def with_neurons(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H
 def beside_written(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
     """As of :func:`decide`; `dense` is a dense layer and Inductor's kernels for neurons that are written by hand."""
     alone = _written_alone(site, behind, card).waited(replayed=not site.hosted)
-    seconds = {"dense": layer.seconds["dense"] + alone, **_together(site, behind, card)}
+    seconds = {"dense": layer.seconds["dense"] + alone, "fused": _together(site, behind, card)}
     return fastest(seconds, layer.source, rival="as it was written")
 
 
-def _together(site: SiteInfo, behind: Behind, card: Card) -> dict[str, float]:
-    """Seconds of one launch, by its products. Whoever makes the spikes writes them as bytes, beside what others read of
+def _together(site: SiteInfo, behind: Behind, card: Card) -> float:
+    """Seconds of one launch. Whoever makes the spikes writes them as bytes, beside what others read of
     them if it is not a neuron of ours."""
     besides = 0.0 if site.fused else site.n * site.c * site.in_pixels / card.bandwidth
-    seconds = decide(site._replace(fused=True), behind, card).seconds
-    return {name: time + besides for name, time in seconds.items() if name != "dense"}
+    return decide(site._replace(fused=True), behind, card).seconds["fused"] + besides
 
 
 def _neurons(site: SiteInfo) -> int:
@@ -119,7 +116,8 @@ def _alone(site: SiteInfo, behind: Behind, card: Card) -> Time:
 
 
 def _written_alone(site: SiteInfo, behind: Behind, card: Card) -> Time:
-    """Of Inductor's kernels for all steps: at best one, which reads numbers and writes spikes and last membranes in
-    their dtype."""
-    traffic = (2 + 1 / behind.steps) * site.itemsize * _neurons(site) / (_SHARE * card.bandwidth)
-    return Time(traffic + card.launch, host.LAUNCH)
+    """Of Inductor's kernels for all steps. In float32 they were not measured: at best one reads numbers and writes
+    spikes and last membranes."""
+    moved, launches = (_WRITTEN, 2) if site.itemsize == 2 else ((2 + 1 / behind.steps) * site.itemsize, 1)
+    traffic = moved * _neurons(site) / (_SHARE * card.bandwidth)
+    return Time(traffic + launches * card.launch, launches * host.LAUNCH)

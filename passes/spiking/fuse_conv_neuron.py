@@ -6,7 +6,7 @@ bit. Together they write spikes alone, and last membranes where they are asked f
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -32,7 +32,6 @@ from sparsecomp.passes.spiking.neurons_behind import (
     why_apart,
 )
 from sparsecomp.passes.spiking.operand import attribute
-from sparsecomp.reference.digits import HALVES
 from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
@@ -86,7 +85,6 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     reason = f"with the neurons behind it in one launch, {steps} time steps; {found.reason}"
     idle = [one for part in layer.between.nodes for one in idle_readers(part)]
     dead = (*idle, *layer.between.nodes)
-    layer = replace(layer, digits=HALVES) if found.implementation == "halves" else layer
     return Plan(
         lambda: _build(node, layer), reason, "fused", dead=dead, estimate=found.estimate, layer=layer.node
     )  # fmt: skip
@@ -115,9 +113,7 @@ def _considered(node: fx.Node, layer: _Product, ctx: Context) -> Decision | Refu
     card = H100 if not torch.cuda.is_available() else card_of(x.device)
     decision = gate.decide(site, behind_of(node), card if ctx.target is None else ctx.target.card)
     if asked:
-        ways = {name: seconds for name, seconds in decision.seconds.items() if name != "dense"}
-        best = min(ways, key=lambda name: ways[name])
-        return decision._replace(implementation=best, reason="neurons='fuse' was asked for")
+        return decision._replace(implementation="fused", reason="neurons='fuse' was asked for")
     if decision.dense:
         return Refusal(Why.NOT_WITH_NEURONS, {"detail": decision.reason}, decision.estimate)
     return decision

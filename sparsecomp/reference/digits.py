@@ -19,10 +19,6 @@ CHANNEL_BLOCK = 32
 """Channels are padded to this multiple, the depth of one int8 tensor-core instruction."""
 
 
-HALVES = 0
-"""Digits of a weight in half precision that is not split: its products are of itself."""
-
-
 def padded_channels(channels: int) -> int:
     """Input channels of one group, padded to the depth that the kernels step in (64, or 32 for narrow layers)."""
     block = CHANNEL_BLOCK if channels <= CHANNEL_BLOCK else 2 * CHANNEL_BLOCK

@@ -51,11 +51,8 @@ def statistics(channels, dtype, device):
     return mean, torch.full_like(mean, 0.125), gamma + 1, beta
 
 
-def both(
-    x, weight, bias, window, groups, digits, channels_last, steps, norm, states, neuron, keep=True, halves=False,
-    **joins,
-):  # fmt: skip
-    """Spikes and last states of one launch, and of the launches apart. `halves`: its products are of halves."""
+def both(x, weight, bias, window, groups, digits, channels_last, steps, norm, states, neuron, keep=True, **joins):
+    """Spikes and last states of one launch, and of the launches apart."""
     from sparsecomp.lowering.spiking import conv_neuron, spike_conv
     from sparsecomp.lowering.spiking import neuron as neurons
     from sparsecomp.lowering.spiking.packing import to_bytes
@@ -63,8 +60,8 @@ def both(
 
     counts, how, (starts, parameters, *described) = to_bytes(x), (*window, groups, digits), neuron
     fused = conv_neuron.launch_conv_neuron(
-        counts, weight, bias, *window, groups, 0 if halves else digits, 0.5, SPREAD, channels_last, steps, *norm, EPS,
-        states, starts, parameters, *described, keep, **joins,
+        counts, weight, bias, *how, 0.5, SPREAD, channels_last, steps, *norm, EPS, states, starts, parameters,
+        *described, keep, **joins,
     )  # fmt: skip
     sums = spike_conv.launch_counts(counts, weight, bias, *how, "binary", 0.5, None, SPREAD, channels_last)
     sums = sums.unflatten(0, (steps, -1))
@@ -80,30 +77,29 @@ def both(
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NEURONS)
-@pytest.mark.parametrize(("steps", "norm", "halves"), [(4, True, False), (3, False, True), (1, True, True)])
-def test_bits_equal_the_launches_apart(device, dtype, name, steps, norm, halves):
+@pytest.mark.parametrize(("steps", "norm"), [(4, True), (3, False), (1, True)])
+def test_bits_equal_the_launches_apart(device, dtype, name, steps, norm):
     x, weight, bias = sample((2 * steps, 64, 5, 3), (72, 64, 3, 3), device)
     weight, bias = ((8 * one).round() / 16 for one in (weight, bias))
     weight, bias = (one.to(DTYPES[dtype]) for one in (weight, bias))
     norms = statistics(72, torch.float32 if dtype == "bfloat16" else DTYPES[dtype], device) if norm else (None,) * 4
     neuron = neuron_of(name, 72, dtype, device)
-    states, halves = [None] * len(neuron[0]), halves and dtype != "float32"
-    fused, apart = both(x, weight, bias, PLANE, 1, 3, True, steps, norms, states, neuron, halves=halves)
+    fused, apart = both(x, weight, bias, PLANE, 1, 3, True, steps, norms, [None] * len(neuron[0]), neuron)
     assert 0.02 < fused[0].float().mean() < 0.98
     assert_same(fused, apart)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize(("dtype", "halves"), [("float16", True), ("float16", False), ("float32", False)])
-def test_layers_of_every_kind(name, device, dtype, halves):
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_layers_of_every_kind(name, device, dtype):
     shape, kernel, window, groups, digits, channels_last = LAYERS[name]
     x, weight, bias = sample(shape, kernel, device, high=3)
     weight, bias = ((8 * one).round().to(DTYPES[dtype]) / 16 for one in (weight, bias))
     neuron = neuron_of("rounded", kernel[0], dtype, device)
     fused, apart = both(
         x, weight, bias, window, groups, digits, channels_last, 4, statistics(kernel[0], DTYPES[dtype], device), [None],
-        neuron, halves=halves,
+        neuron,
     )  # fmt: skip
     assert 0.02 < fused[0].float().mean() < 0.98 or not fused[0].numel()
     assert_same(fused, apart)
@@ -174,7 +170,6 @@ def test_operator(linear):
         ({"steps": 3}, "8 images are no whole number for each of 3"), ({"channels": 15}, "does not fit 16 channels"),
         ({"start": 3}, "are not those of a step"), ({"norm": 23}, "give one number for each of 24 channels"),
         ({"double": True}, "a weight in float32, float16 or bfloat16"), ({"parameter": 7}, "parameters of .7. numbers"),
-        ({"digits": 0, "single": True}, "give one in half precision, or digits from 2 on"),
         ({"added": torch.float32}, "give int8 or torch.float16 of the shape"), ({"step": "spike x"}, "no neuron"),
     ],
 )  # fmt: skip
@@ -182,7 +177,7 @@ def test_operands_that_do_not_fit_are_errors(device, changed, told):
     from sparsecomp.lowering.spiking.conv_neuron import launch_conv_neuron
 
     x, weight, bias = sample((8, 16, 5, 4), (24, changed.get("channels", 16), 3, 3), device)
-    weight = weight.double() if "double" in changed else weight if "single" in changed else weight.half()
+    weight = weight.double() if "double" in changed else weight.half()
     starts, _, numbers, step = neuron_of("by channel", 24, "float16", device)
     parameters = [torch.ones(changed.get("parameter", 24), device=device), torch.ones(1, device=device)]
     state = torch.zeros(changed.get("start", 2), 24, 5, 4, device=device)
@@ -190,7 +185,7 @@ def test_operands_that_do_not_fit_are_errors(device, changed, told):
     norm = statistics(changed.get("norm", 24), torch.float16, device)
     with pytest.raises(InputError, match=told):
         launch_conv_neuron(
-            x, weight, bias.half(), *PLANE, 1, changed.get("digits", 2), 1.0, SPREAD, True, changed.get("steps", 4),
+            x, weight, bias.half(), *PLANE, 1, 2, 1.0, SPREAD, True, changed.get("steps", 4),
             *norm, EPS, [state], starts, parameters, numbers, changed.get("step", step), True, None, "add", added,
         )  # fmt: skip
 
@@ -241,28 +236,6 @@ print(built.asm["ptx"])
     hopper = "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8"
     assert (hopper if capability == 90 else "mma.sync.aligned.m16n8k32") in printed
     assert ".local" not in printed
-
-
-@pytest.mark.slow(reason="builds for a GPU")
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_halves_compile_to_their_tensor_core_instructions(capability, kind):
-    printed = compile_in_subprocess(
-        kernel_types(kind, "rounded")
-        + f"""
-from sparsecomp.lowering.spiking.kernels.conv_neuron_halves import conv_neuron_halves_kernel as kernel
-constants |= dict(T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1, EVEN_C=True, VECTOR=16, BM=128, BN=64, BK=64)
-constants |= dict(w_ptr=None, scale_ptr=None)
-signature = {{n: types.get(n, "i32") for n in kernel.arg_names}}
-built = build(kernel, signature, constants, {capability}, whole=whole, num_warps=4, num_stages=3)
-print(built.asm["ptx"])
-"""
-    )
-    short = {"float16": "f16", "bfloat16": "bf16"}[kind]
-    hopper = f"wgmma.mma_async.sync.aligned.m64n64k16.f32.{short}.{short}"
-    assert (hopper if capability == 90 else f"mma.sync.aligned.m16n8k16.row.col.f32.{short}") in printed
-    assert ".local" not in printed
-    assert "cp.async" in printed
 
 
 @pytest.mark.slow(reason="builds for a GPU")

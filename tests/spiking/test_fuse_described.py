@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from multi_step import block, by_kernels, functional, images, lif, lively, neuron
+from multi_step import block, by_kernels, functional, images, layer, lif, lively, neuron
 from rewriting import dyadic, rewritten, site
 from torch import Tensor, nn
+
+import sparsecomp
 
 pytestmark = pytest.mark.quick_cases(1)
 
@@ -179,3 +181,21 @@ def test_autocast_is_half_precision() -> None:
         found, report = rewritten(model, x, neurons="fuse", strict=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert site(report, RULE).rewritten, report
+
+
+def test_a_card_takes_neurons_that_pay_with_the_layer_ahead_of_them() -> None:
+    """Nobody asks for it; of a small layer, and behind one that is not on spikes, the loop stays."""
+    network = [*block(3, 64, lif), *block(64, 64, lif), nn.MaxPool2d(16), *block(64, 8, lif)]
+    model = nn.Sequential(*(layer.SeqToANNContainer(one) if isinstance(one, nn.MaxPool2d) else one for one in network))
+    model = dyadic(model).half().eval().to(memory_format=torch.channels_last)
+    x = torch.rand(64, 3, 48, 48).half().contiguous(memory_format=torch.channels_last).unflatten(0, (4, 16))
+    with torch.no_grad():
+        report = sparsecomp.explain(model, x, device="h200", mode="reduce-overhead")
+    told = [(one.rewritten, one.reason) for one in report.sites if one.rule == WRITTEN]
+    assert [taken for taken, _ in told] == [False, True, False], report
+    assert "neurons='fuse' asks for it" in told[0][1] and "it would not pay" in told[2][1]
+    assert "as it was written, with the layer ahead" in told[1][1]
+    assert [one.rewritten for one in report.sites if one.rule == RULE] == [True]
+    with torch.no_grad():
+        report = sparsecomp.explain(model, x, device="h200", mode="reduce-overhead", options={"disable": (RULE,)})
+    assert not any(one.rewritten for one in report.sites if one.rule == WRITTEN)

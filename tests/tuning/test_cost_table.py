@@ -139,13 +139,13 @@ def _fired(n: int, c: int, size: int, side: int, steps: int, connect: str = "") 
     return conv_lif_problem(conv, 3, neuron, connect=connect)
 
 
-def _described(n: int, c: int, size: int, steps: int, dtype: str, digits: int = 2) -> FusedLayer:
+def _described(n: int, c: int, size: int, steps: int, dtype: str) -> FusedLayer:
     conv = Convolution.of((n * steps, c, size, size), (c,), Window.centred((3, 3), (1, 1)), dtype=dtype)
     neuron = neuron_of("t0 = add v0 x; t1 = ge t0 n0; t2 = where t1 n1 t0; spike t1; v0 t2")
     neurons = Described(
         steps, neuron, dtype, 1e-5, (False,) * 6, (0.0,) * 2, (0.0,) * 8, (False,) * 2, (False,) * 6, True, True, True
     )
-    return conv_neuron_problem(conv, digits, neurons, added="int8" if steps > 1 else "")
+    return conv_neuron_problem(conv, 2, neurons, added="int8" if steps > 1 else "")
 
 
 def _direct(n: int, c: int, size: int, groups: int) -> DirectConv:
@@ -392,8 +392,7 @@ PROBLEMS: dict[str, list[Any]] = {
         _fired(32, 64, 56, 3, 4), _fired(1, 512, 7, 3, 1), _fired(8, 96, 14, 1, 6), _fired(2, 20, 9, 3, 16),
         _fired(32, 64, 56, 3, 4, "add"),
     ],
-    "conv_neuron": [_described(32, 64, 56, 4, "float16"), _described(2, 20, 9, 1, "float32"),
-                    _described(32, 64, 56, 4, "bfloat16", digits=0)],
+    "conv_neuron": [_described(32, 64, 56, 4, "float16"), _described(2, 20, 9, 1, "float32")],
     "neuron": [_neuron(960, 3), _neuron(10**6, 4)],
     "neuron_gradients": [NeuronGradients(_neuron(960, 3), (False,) * 2, (True,) * 8),
                          NeuronGradients(_neuron(10**6, 20), (True, False), (False,) * 8)],

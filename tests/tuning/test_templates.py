@@ -113,18 +113,6 @@ PROBLEMS = [
         id="conv_neuron",
     ),
     pytest.param(
-        CONV_NEURON,
-        conv_neuron_problem(
-            Convolution.of((6, 40, 6, 5), (24,), SQUARE, dtype="float16", scale=0.5), 0,
-            Described(
-                3, neuron_of("t0 = mul v0 n0; t1 = add t0 x; t2 = float16 t1; t3 = ge t2 n1; spike t3; v0 t2"),
-                "float16", 1e-5, (False,) * 6, (0.1, 0.0), (0.3,) * 8, (True, False), (False,) * 6, False, False, False,
-            ),
-            keep=False,
-        ),
-        id="conv_neuron of halves",
-    ),
-    pytest.param(
         NEURON,
         Neurons(
             960, 960, 960, (Axis(16, 60), *[Axis(1, 1)] * 5), (0.0, 0.0), (0.3,) * 8, 3,

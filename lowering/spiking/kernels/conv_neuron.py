@@ -9,9 +9,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.spiking.binary_cost import conv_lif_cost
-from sparsecomp.lowering.spiking.fused_layer import FusedLayer
 from sparsecomp.lowering.spiking.kernels.conv_lif import (
     LAYER,
     all_steps,
@@ -50,25 +48,6 @@ def conv_neuron_kernel(
         weight_k, weight_c, weight_t, weight_r, weight_s, multiplier,
         T, R, S, GROUPS, DIGITS, HAS_BIAS, VOLUMES, EVEN_C, VECTOR, SCALED, STEPS, SLOTS, BM, BN, BK,
     )  # fmt: skip
-    step_through(
-        value, first, k, col_ok, mean_ptr, var_ptr, gamma_ptr, beta_ptr, v0_ptr, v1_ptr,
-        p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, added_ptr, residual_ptr, spikes_ptr, last0_ptr, last1_ptr,
-        M, N, OD * OH * OW, out_pixel, out_channel, out_image,
-        eps, each0, each1, each2, each3, each4, each5, start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
-        STEPS, SLOTS, CODE, SPIKE, AFTER, ROUND, CONNECT, BM, BN,
-    )  # fmt: skip
-
-
-@triton.jit
-def step_through(
-    value, first, k, col_ok, mean_ptr, var_ptr, gamma_ptr, beta_ptr, v0_ptr, v1_ptr,
-    p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, added_ptr, residual_ptr, spikes_ptr, last0_ptr, last1_ptr,
-    M, N, area, out_pixel, out_channel, out_image,
-    eps, each0, each1, each2, each3, each4, each5, start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
-    STEPS: tl.constexpr, SLOTS: tl.constexpr, CODE: tl.constexpr, SPIKE: tl.constexpr, AFTER: tl.constexpr,
-    ROUND: tl.constexpr, CONNECT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """All steps of the neurons of a block, whose sums are `value`; see `layer_sums` for the first four."""
     PIXELS: tl.constexpr = BM // SLOTS
     currents = by_step(rounded_block(value, ROUND), SLOTS, PIXELS, BN)
     mean = None
@@ -79,7 +58,7 @@ def step_through(
         gain = batch_norm_gain(var_ptr, gamma_ptr, k, col_ok, eps, gamma_ptr is not None)[None, :]
         if beta_ptr is not None:
             shift = tl.load(beta_ptr + k, mask=col_ok, other=0.0).to(tl.float32)[None, :]
-    offset, mask = pixel_outputs(first, k, col_ok, M, area, out_pixel, out_channel, out_image, PIXELS)
+    offset, mask = pixel_outputs(first, k, col_ok, M, OD * OH * OW, out_pixel, out_channel, out_image, PIXELS)
     zero = tl.zeros((PIXELS, BN), tl.float32)
     states = (state_before(v0_ptr, start0, offset, mask, zero), state_before(v1_ptr, start1, offset, mask, zero))
     fixed = by_channel(
@@ -152,21 +131,11 @@ NEURONS = (
 )
 """What kernels that step through described neurons by channel are made of."""
 
-
-def no_halves(problem: FusedLayer) -> str | None:
-    """Why a kernel of int8 products does not take a problem, None if it does."""
-    return "its products are of halves" if problem.halves else None
-
-
-def _refuse(problem: FusedLayer, device: Device) -> str | None:
-    return no_halves(problem) or hopper_instead(problem, device)
-
-
 CONV_NEURON = Template(
     name="conv_neuron",
     op="conv_neuron",
-    sources=(conv_neuron_kernel, step_through, *LAYER, *NEURONS),
-    refuse=_refuse,
+    sources=(conv_neuron_kernel, *LAYER, *NEURONS),
+    refuse=hopper_instead,
     space=pixel_blocks,
     cost=conv_lif_cost(hopper=False),
     prepare=partial(fused_launch, conv_neuron_kernel),

@@ -17,7 +17,7 @@ from sparsecomp.lowering.spiking.kernels.conv_lif_hopper import (
     warpgroup_launch,
     why_no_layer,
 )
-from sparsecomp.lowering.spiking.kernels.conv_neuron import NEURONS, by_channel, no_halves, rounded_block
+from sparsecomp.lowering.spiking.kernels.conv_neuron import NEURONS, by_channel, rounded_block
 from sparsecomp.lowering.spiking.kernels.lif import batch_norm_gain, normed_block
 from sparsecomp.lowering.spiking.kernels.neuron import do_instruction, state_before
 from sparsecomp.lowering.tuning.template import Template
@@ -93,7 +93,7 @@ CONV_NEURON_HOPPER = Template(
     name="conv_neuron_hopper",
     op="conv_neuron",
     sources=(conv_neuron_hopper_kernel, *LAYER, *NEURONS),
-    refuse=lambda problem, device: no_halves(problem) or why_no_layer(problem, device),
+    refuse=why_no_layer,
     space=warpgroup_blocks,
     cost=conv_lif_cost(hopper=True),
     prepare=partial(warpgroup_launch, conv_neuron_hopper_kernel),

@@ -63,8 +63,7 @@ def conv_neuron(
         counts: (T · N, C, …), int8: the spikes of all steps, one step behind the other.
         weight: (K, C / groups, …) float32, float16 or bfloat16, or (K, C) for maps of one pixel.
         bias: (K,) or None.
-        stride, padding, dilation, groups, spread: as of `spike_conv`.
-        digits: as of `spike_conv`; 0 for products of the weight itself, in half precision.
+        stride, padding, dilation, groups, digits, spread: as of `spike_conv`.
         scale: of the counts, a power of two.
         channels_last: how the results lie.
         steps: T.
@@ -98,9 +97,8 @@ def _reference(
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
     added=None,
 ):  # fmt: skip
-    how = "binary" if digits else "direct"
     sums = reference_counts(
-        counts, weight, bias, stride, padding, dilation, groups, digits, how, scale, None, spread, channels_last
+        counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
     check_residual(residual, connect, sums.shape)
     check_added(added, weight.dtype, sums.shape)
