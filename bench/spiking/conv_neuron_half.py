@@ -54,7 +54,7 @@ def run(workers: int) -> Iterator[Row]:
         workers: processes that compile side by side.
     """
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        jobs = [(place, share) for share in range(TRIED + 1) for place in range(len(CASES))]
+        jobs = [(place, share) for share in range(TRIED + 2) for place in range(len(CASES))]
         pool.starmap(_compile, jobs, chunksize=1)
     for case in CASES:
         row: Row = {"case": case.name, "shape": list(case[1:]), "ms": {}, "configurations": {}}
@@ -96,13 +96,13 @@ def _first(case: Case) -> list[Candidate[FusedLayer]]:
 
 
 def _compile(place: int, share: int) -> None:
-    """One of the things that a case launches: stock's kernels, or a configuration."""
+    """One of the things that a case launches: stock's kernels, those around our neurons, or a configuration."""
     case, device = CASES[place], torch.device("cuda", 0)
     try:
-        if share == 0:
-            _stock(case)[0]()
+        if share < 2:
+            _stock(case, ours=share == 1)[0]()
             return
-        for candidate in _first(case)[share - 1 : share]:
+        for candidate in _first(case)[share - 2 : share - 1]:
             problem = problem_of(case)
             assert CONV_NEURON.operands is not None
             candidate.template.prepare(problem, candidate.config)(*CONV_NEURON.operands(problem, device, 0))
@@ -117,6 +117,7 @@ def _ways(row: Row, case: Case) -> None:
     # stock rounds once where ours, and eager, round after each operation
     row["differ"] = round((fused[0]()[0] != expected).float().mean().item(), 6)
     row["ms"] = {"stock": graph_ms(stock), "convolution": graph_ms(_dense(case)), "fused": graph_ms(fused)}
+    row["ms"]["neurons"] = graph_ms(_stock(case, ours=True))
     seconds = decision_of(case, card_of(torch.device("cuda", 0))).seconds
     row["estimated"] = {name: ms * 1e3 for name, ms in seconds.items()}
 
@@ -152,14 +153,16 @@ def _dense(case: Case) -> _Calls:
     return [partial(F.conv2d, x.half(), weight, None, window.stride, window.padding) for x in inputs]
 
 
-def _stock(case: Case) -> _Calls:
-    """Convolution, batch-norm and the loop, by Inductor."""
+def _stock(case: Case, ours: bool = False) -> _Calls:
+    """Convolution, batch-norm and the loop, by Inductor; `ours`: our operator in place of the loop."""
     inputs, weight, (mean, var, gamma, beta) = _operands(case)
     window = case.window
 
-    def layer(x: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(x: Tensor) -> tuple[Tensor, ...]:
         currents = F.conv2d(x, weight, None, window.stride, window.padding)
         currents = F.batch_norm(currents, mean, var, gamma, beta, False, 0.1, EPS).unflatten(0, (case.steps, -1))
+        if ours:
+            return ops.neuron(currents, [None], [0.0], [], list(_NUMBERS), STEP)
         v, spikes = torch.zeros_like(currents[0]), []
         for current in currents:
             h = v + (current - (v - 0.0)) / 2.0
@@ -187,16 +190,20 @@ def _timed(row: Row, candidate: Candidate[FusedLayer], calls: _Calls) -> None:
 
 
 def table(rows: list[Row]) -> str:
-    """Milliseconds of stock and of one launch, and the fastest configuration, without the packing of the weight."""
-    grid = [["layer", "stock", "its convolution", "fused", "gain", "estimated", "fastest, ms", "configuration"]]
+    """Milliseconds of stock, of that with our operator for its neurons where it was measured, of one launch, and of the
+    fastest configuration without the packing of the weight."""
+    ways = ["stock", "its convolution", "with our neurons", "fused"]
+    grid = [["layer", *ways, "gain", "estimated", "fastest, ms", "configuration"]]
     for row in rows:
         ms, tried = row["ms"], {name: one for name, one in row["configurations"].items() if isinstance(one, float)}
         if not ms or not tried:
-            grid.append([row["case"], *["–"] * 6, str(row.get("left out"))])
+            grid.append([row["case"], *["–"] * 7, str(row.get("left out"))])
             continue
         best = min(tried, key=lambda name: tried[name])
-        figures = (f"{ms[name]:.4f}" for name in ("stock", "convolution", "fused"))
-        estimated = row["estimated"]["dense"] / row["estimated"]["fused"]
+        names = ("stock", "convolution", "neurons", "fused")
+        figures = (f"{ms[name]:.4f}" if name in ms else "–" for name in names)
+        seconds = row["estimated"]
+        estimated = seconds["dense"] / seconds["fused"]
         gain = f"{ms['stock'] / ms['fused']:.2f}"
         grid.append([row["case"], *figures, gain, f"{estimated:.2f}", f"{tried[best]:.4f}", best])
     return markdown_grid(grid)

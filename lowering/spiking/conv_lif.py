@@ -124,6 +124,7 @@ def _operands(problem: FusedLayer, device: torch.device, seed: int) -> tuple[Ten
     norm = p.has_norm, p.has_weight, p.has_bias
     *layer, bias, mean, var, gamma, beta, added, residual = random_layer(problem, norm, device, random)
     spikes, last = empty_results(problem, device, 1)
+    assert spikes is not None
     v = torch.zeros_like(spikes[0], dtype=torch.float32).normal_(generator=random) if p.has_v else None
     rate = torch.full((1,), 0.5, device=device) if p.charge == "plif" else None
     return (*layer, bias, v, mean, var, gamma, beta, rate, added, residual, spikes, last)

@@ -233,10 +233,10 @@ def _operands(problem: FusedLayer, device: torch.device, seed: int) -> tuple[Ten
 
 
 def _reference(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    p, norm, rest = described_of(problem), operands[5:9], operands[9:]
+    p, (mean, var, gamma, beta), rest = described_of(problem), operands[5:9], operands[9:]
     states, parameters, (added, residual, *_) = rest[:STATES], rest[STATES : STATES + PARAMETERS], rest[-5:]
     sums = reference_current(problem, operands).to(getattr(torch, p.dtype))
-    current = joined_current(sums, *norm, p.eps, added).float()
+    current = joined_current(sums, mean, var, gamma, beta, p.eps, added).float()
     trailing = (-1, *[1] * (current.dim() - 3))
     given = [one.reshape(trailing) for one in parameters if one is not None]
     count = len(p.neuron.states)

@@ -93,10 +93,11 @@ def launch_neuron(
     keep: bool,
 ) -> tuple[Tensor, ...]:
     """See `sparsecomp.ops.neuron`."""
-    last = [torch.empty_like(x[0]) for _ in states] if keep else []
+    last = [torch.empty_like(x[0], dtype=torch.float32) for _ in states] if keep else []
     spikes = torch.empty_like(x, dtype=torch.int8)
     _launch(x, states, starts, parameters, numbers, step, spikes, last)
-    return (spikes, *last, *(x.new_empty(0) for _ in range(STATES - len(last))))
+    none = (x.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(last)))
+    return (spikes, *last, *none)
 
 
 def launch_trained(

@@ -69,7 +69,7 @@ def decide(site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
     # spikes and last membranes, in place of the numbers that a product of so many rows writes
     written = ((1 + 4 / steps) * _neurons(site) - site.itemsize * rows) / (_SHARE * card.bandwidth)
     times = {
-        "dense": Time(product, layer).plus(_alone(site, behind, card)),
+        "dense": Time(product, layer).plus(_alone(_neurons(site), site.itemsize, behind, card)),
         "fused": Time(product * slots / steps + work + written, layer),
     }
     return fastest({name: time.waited(replayed=not site.hosted) for name, time in times.items()}, rival="apart")
@@ -79,7 +79,7 @@ def with_neurons(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H
     """The decision about a layer, where neurons behind it can run in one launch with `binary`."""
     if "dense" not in layer.seconds or "binary" not in layer.seconds:
         return layer
-    alone = _alone(site, behind, card).waited(replayed=not site.hosted)
+    alone = _alone(_neurons(site), site.itemsize, behind, card).waited(replayed=not site.hosted)
     seconds = {name: time + alone for name, time in layer.seconds.items()}
     seconds["binary"] = min(seconds["binary"], _together(site, behind, card))
     together = fastest(seconds, layer.source)
@@ -87,10 +87,23 @@ def with_neurons(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H
 
 
 def beside_written(layer: Decision, site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
-    """As of :func:`decide`; `dense` is a dense layer and Inductor's kernels for neurons that are written by hand."""
-    alone = _written_alone(site, behind, card).waited(replayed=not site.hosted)
-    seconds = {"dense": layer.seconds["dense"] + alone, "fused": _together(site, behind, card)}
-    return fastest(seconds, layer.source, rival="as it was written")
+    """As of :func:`decide`; `dense` is a dense layer and Inductor's kernels for neurons that are written by hand, and
+    `neurons` such a layer and our operator."""
+    seconds = alone_beside_written(_neurons(site), site.itemsize, behind, card, site.hosted).seconds
+    seconds = {name: layer.seconds["dense"] + time for name, time in seconds.items()}
+    return fastest({**seconds, "fused": _together(site, behind, card)}, layer.source, rival="as it was written")
+
+
+def alone_beside_written(neurons: int, itemsize: int, behind: Behind, card: Card, hosted: bool) -> Decision:
+    """The decision about neurons that are written by hand, so many times all steps, as an operator or as they are.
+
+    In float32 they stay as they are, since what Inductor makes of them was not measured.
+    """
+    ways = {"dense": _written(neurons, itemsize, behind, card)}
+    if itemsize == 2:
+        ways["neurons"] = _alone(neurons, itemsize, behind, card)
+    seconds = {name: time.waited(replayed=not hosted) for name, time in ways.items()}
+    return fastest(seconds, rival="as it was written") if len(ways) > 1 else Decision("dense", "not measured", seconds)
 
 
 def _together(site: SiteInfo, behind: Behind, card: Card) -> float:
@@ -104,20 +117,20 @@ def _neurons(site: SiteInfo) -> int:
     return site.n * site.k * site.out_pixels
 
 
-def _alone(site: SiteInfo, behind: Behind, card: Card) -> Time:
+def _alone(neurons: int, itemsize: int, behind: Behind, card: Card) -> Time:
     """Of the neurons in a launch of their own: numbers are read, spikes written, and last membranes.
 
-    Described neurons read float32, which a pass of Inductor's makes of half precision.
+    A batch-norm before described neurons is a pass of Inductor's.
     """
-    cast = site.itemsize + 4 if behind.instructions and site.itemsize < 4 else 0
-    traffic = (4 + 1 + 4 / behind.steps + cast) * _neurons(site) / (_SHARE * card.bandwidth)
-    launches = 1 + bool(cast)
+    norm = 2 * itemsize if behind.instructions else 0
+    traffic = (itemsize + 1 + 4 / behind.steps + norm) * neurons / (_SHARE * card.bandwidth)
+    launches = 1 + bool(norm)
     return Time(traffic + launches * card.launch, host.OPERATOR + launches * host.LAUNCH)
 
 
-def _written_alone(site: SiteInfo, behind: Behind, card: Card) -> Time:
+def _written(neurons: int, itemsize: int, behind: Behind, card: Card) -> Time:
     """Of Inductor's kernels for all steps. In float32 they were not measured: at best one reads numbers and writes
     spikes and last membranes."""
-    moved, launches = (_WRITTEN, 2) if site.itemsize == 2 else ((2 + 1 / behind.steps) * site.itemsize, 1)
-    traffic = moved * _neurons(site) / (_SHARE * card.bandwidth)
+    moved, launches = (_WRITTEN, 2) if itemsize == 2 else ((2 + 1 / behind.steps) * itemsize, 1)
+    traffic = moved * neurons / (_SHARE * card.bandwidth)
     return Time(traffic + launches * card.launch, launches * host.LAUNCH)

@@ -37,7 +37,9 @@ from sparsecomp.reference.geometry import Window, is_channels_last
 
 _SPIKES = 0
 _CONV, _LINEAR = torch.ops.sparsecomp.spike_conv.default, torch.ops.sparsecomp.spike_linear.default
-_TOGETHER = {LIF: torch.ops.sparsecomp.conv_lif.default, DESCRIBED: torch.ops.sparsecomp.conv_neuron.default}
+_TOGETHER: Mapping[Any, Any] = {
+    LIF: torch.ops.sparsecomp.conv_lif.default, DESCRIBED: torch.ops.sparsecomp.conv_neuron.default
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +185,9 @@ def _library(node: fx.Node, between: Between, emit: Any) -> tuple[Any, ...]:
 
 def _described(node: fx.Node, between: Between, emit: Any) -> tuple[Any, ...]:
     """Arguments of `sparsecomp::conv_neuron` from the mean on, of those of `sparsecomp::neuron`."""
-    _, states, starts, parameters, numbers, step, _ = node.args
-    flat = [emit(torch.flatten, one) for one in parameters]  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+    args: tuple[Any, ...] = node.args
+    _, states, starts, parameters, numbers, step, _ = args
+    flat = [emit(torch.flatten, one) for one in parameters]
     return (*_norm(between), states, starts, flat, numbers, step)
 
 

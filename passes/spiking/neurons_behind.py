@@ -194,7 +194,9 @@ def _between_obstacle(between: Between, readers: set[fx.Node], ctx: Context) -> 
     behind = between.nodes if joint is None else between.nodes[: between.nodes.index(joint) + 1]
     before = between.nodes[len(behind) :]
     # a sum in place writes to what it is made of, which nobody reads any more
-    if not all(unchanged(one, one) for one in behind) or not all(unchanged(one, one, joint.prev) for one in before):
+    written = [one for one in behind if not unchanged(one, one)]
+    written += [one for one in before if joint is not None and not unchanged(one, one, joint.prev)]
+    if written:
         return "its result is written to in place"
     chain = {*readers, *between.nodes}.union(*map(idle_readers, between.nodes))
     if any(user not in chain for one in between.nodes for user in one.users):

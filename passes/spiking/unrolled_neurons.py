@@ -31,7 +31,7 @@ from sparsecomp.passes.spiking.neurons_behind import behind_described
 from sparsecomp.passes.spiking.spike_function import goes_straight_through
 from sparsecomp.passes.spiking.step_operation import Columns, chain_to, fires_on, is_charge, is_last, reading
 from sparsecomp.passes.spiking.steps import joins, taken_from
-from sparsecomp.passes.spiking.written_neurons import with_its_layer
+from sparsecomp.passes.spiking.written_neurons import paying
 from sparsecomp.reference.neuron import PLACES, Neuron
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -74,7 +74,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     half = rounding(example.dtype)
     each = f", each operation rounded to {half}" if half else ""
     reason = f"{len(charges)} time steps in {passes}{each}: {found.neuron.formula(found.numbers)}"
-    reason += f"; {found.paying}, with the layer ahead" if found.paying else ""
+    reason += f"; {found.paying}" if found.paying else ""
     return Plan(
         lambda: _build(found), reason, "fused", dead=found.dead, places=found.places, layer=charges[0]
     )  # fmt: skip
@@ -180,17 +180,17 @@ def _without_exact_roundings(neuron: Neuron, numbers: list[float], steps: Steps)
 
 
 def _pays(found: "_Found", gone: Collection[fx.Node], ctx: Context) -> str:
-    """Why a neuron pays where nobody asked for it: with the layer ahead of it, by estimate."""
+    """Why a neuron pays where nobody asked for it."""
     inputs = found.steps.inputs
     source, start = taken_from(inputs)
     whole = source is not None and start == 0 and len(found.parts) == 1 and len(inputs) == example_of(source).shape[0]
     behind = behind_described(len(inputs), found.neuron)
-    decision = with_its_layer(source if whole else None, found.steps.parameters, gone, behind, ctx)
+    decision = paying(source if whole else None, found.steps.parameters, gone, behind, ctx)
     if decision is None or decision.dense:
         if decision is not None:
-            raise _Obstacle(f"with the layer ahead it would not pay: {decision.reason}")
+            raise _Obstacle(f"it would not pay: {decision.reason}")
         raise _Obstacle("neurons='fuse' asks for it: a CPU gains nothing, and what a GPU gains was not measured")
-    return decision.reason
+    return f"{decision.reason}{', with the layer ahead' if decision.implementation == 'fused' else ''}"
 
 
 def _gradients(steps: Steps, outside: "_Outside") -> _Gradients:
@@ -508,7 +508,7 @@ def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.N
     sizes = [*example_of(inputs[0]).shape]
     given = [_expanded(one, sizes, like) if isinstance(one, fx.Node) else None for one in states]
     starts = [0.0 if isinstance(one, fx.Node) else float(one) for one in states]
-    if example_of(inputs[0]).dtype is not _dtype(found):
+    if found.gradients.reached and example_of(inputs[0]).dtype is not _dtype(found):
         x = call(like.graph, like, torch.Tensor.float, x)
     x = _reached(x, PLACES["x"], found)
     given = [_reached(_wide(one), place, found) for place, one in enumerate(given, PLACES["v0"])]

@@ -1,17 +1,20 @@
-"""Whether neurons that are written by hand pay in one launch with the layer ahead of them.
+"""Whether neurons that are written by hand pay as our operator, where nobody asks for it.
 
-Alone they are no less work as our operator than as Inductor's kernels, as far as it was measured. In one launch with a
-layer on spikes what lies between is not written at all; the layer is dense otherwise, in half precision most of all.
+In one launch with a layer on spikes what lies between is not written at all. In half precision, where Inductor's
+kernels for the loop were measured, they may pay alone too.
 """
 
 from collections.abc import Collection
 
+import torch
 from torch import fx
 
 from sparsecomp.lowering.cache.signature import has_triton
-from sparsecomp.passes.cost.conv_neuron import Behind
+from sparsecomp.lowering.tuning.cards import H100
+from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.passes.cost.conv_neuron import Behind, alone_beside_written
 from sparsecomp.passes.cost.decision import Decision
-from sparsecomp.passes.engine.rule import Context
+from sparsecomp.passes.engine.rule import Context, known_sizes, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.neurons_behind import DISABLED_BY, is_by_channel, leads_to, written_obstacle
@@ -21,11 +24,11 @@ from sparsecomp.passes.spiking.spike_linear import linear_with_neurons
 from sparsecomp.reference.geometry import is_channels_last
 
 
-def with_its_layer(
+def paying(
     x: fx.Node | None, parameters: Collection[fx.Node], gone: Collection[fx.Node], behind: Behind, ctx: Context
 ) -> Decision | None:
-    """The decision about neurons of all steps and the layer that gives them `x` (T, N, K, …), where a card could run
-    both in one launch; else None.
+    """The decision about neurons of all steps that are given `x` (T, N, K, …), with the layer ahead of them where a
+    card could run both in one launch; None where there is nothing to decide.
 
     Args:
         parameters: of the neurons.
@@ -33,10 +36,24 @@ def with_its_layer(
         behind: what they do.
     """
     current, options = example_of(x), ctx.options
-    disabled = {DISABLED_BY, "spike_conv", "spike_linear"}.intersection(options.disable)
-    if x is None or current is None or disabled or ctx.gradients or options.implementation not in ("auto", "binary"):
+    if x is None or current is None or ctx.gradients or options.implementation not in ("auto", "binary"):
         return None
-    if ctx.device(current.device).type != "cuda" or (ctx.target is None and not has_triton()):
+    device = ctx.device(current.device)
+    if device.type != "cuda" or (ctx.target is None and not has_triton()) or known_sizes(x) is None:
+        return None
+    found = _with_its_layer(x, current, parameters, gone, behind, ctx)
+    if found is not None or current.element_size() > 2:
+        return found
+    card = H100 if not torch.cuda.is_available() else card_of(current.device)
+    card = card if ctx.target is None else ctx.target.card
+    return alone_beside_written(current.numel(), 2, behind, card, not replays(options, device))
+
+
+def _with_its_layer(
+    x: fx.Node, current: torch.Tensor, parameters: Collection[fx.Node], gone: Collection[fx.Node], behind: Behind,
+    ctx: Context,
+) -> Decision | None:  # fmt: skip
+    if {DISABLED_BY, "spike_conv", "spike_linear"}.intersection(ctx.options.disable):
         return None
     between = leads_to(x, _is_layer)
     if between is None or not all(is_by_channel(one, current) for one in parameters):

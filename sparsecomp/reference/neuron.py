@@ -191,12 +191,12 @@ def neuron_reference(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each step in plain torch, operation by operation; see `sparsecomp.ops.neuron`."""
+    spikes, x = torch.empty_like(x, dtype=torch.int8), x.to(accumulator(x.dtype))
     neuron, like, fixed = neuron_of(step), x[0], unchanging(x, parameters, numbers)
     now: list[Any] = [
         torch.full_like(like, start) if given is None else given
         for given, start in zip(states, starts, strict=True)
     ]
-    spikes = torch.empty_like(x, dtype=torch.int8)
     for time in range(x.shape[0]):
         values = run_code([x[time], *now, *[0.0] * (STATES - len(now)), *fixed], neuron.code)
         spikes[time] = values[neuron.spike]

@@ -37,9 +37,12 @@ def test_no_layer_gets_a_way_that_took_longer(row):
     if ms is None:
         pytest.skip("its configuration was not timed")
     fused = row["ms"]["fused"] - next(iter(row["configurations"].values())) + ms
-    decision = decision_of(case_of(row), CARD)
-    mine, other = (row["ms"]["stock"], fused) if decision.dense else (fused, row["ms"]["stock"])
-    assert mine <= 1.05 * other
+    ways = {"dense": row["ms"]["stock"], "fused": fused}
+    ways |= {"neurons": row["ms"]["neurons"]} if "neurons" in row["ms"] else {}
+    taken = decision_of(case_of(row), CARD).implementation
+    if taken not in ways:
+        pytest.skip("the convolution with our neurons behind it was not timed")
+    assert ways[taken] <= 1.05 * min(ways.values())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])

@@ -245,3 +245,19 @@ def test_a_kernel_is_not_launched_on_parameters_of_other_sizes(size):
     for operator, more in ((torch.ops.sparsecomp.neuron, [True]), (torch.ops.sparsecomp.trained_neuron, [])):
         with pytest.raises(InputError, match="a parameter is"):
             operator.default.direct_cuda(*given, *more)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_input_of_half_precision_becomes_float32_first(dtype: torch.dtype, device: str) -> None:
+    """States are float32, whatever the input is."""
+    from sparsecomp.lowering.spiking.neuron import launch_neuron
+
+    x = torch.randn(4, 3, 50, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    neuron = ([None], [0.1], [], [0.3, 0.7, 1.0], LEAKY, True)
+    expected = ops.neuron(x.float().cpu(), *neuron)
+    found = launch_neuron(x, *neuron)
+    assert found[1].dtype is torch.float32 and 0.02 < expected[0].float().mean() < 0.98
+    torch.testing.assert_close([one.cpu() for one in found], list(expected), rtol=0, atol=0)
+    torch.library.opcheck(torch.ops.sparsecomp.neuron.default, (x.cpu(), *neuron))
+    torch.testing.assert_close(ops.neuron(x.cpu(), *neuron), expected, rtol=0, atol=0)

@@ -43,7 +43,7 @@ def neuron(
     """Spikes and last states of a layer of neurons, rounded after each operation of the description. No gradient.
 
     Args:
-        x: (T, …), float32, T ≥ 1.
+        x: (T, …), T ≥ 1, float32, or of half precision, which becomes float32 first.
         states: each of the shape of `x[0]`, float32, before the first step; None for one number everywhere.
         starts: these numbers, one a state.
         parameters: float32 tensors that broadcast to `x[0]` and have several elements along one dimension at most.
@@ -70,8 +70,9 @@ def _cuda(x, states, starts, parameters, numbers, step, keep):
 
 
 def _fake(x, states, starts, parameters, numbers, step, keep):
-    last = [torch.empty_like(x[0]) for _ in states] if keep else []
-    return torch.empty_like(x, dtype=torch.int8), *last, *(x.new_empty(0) for _ in range(STATES - len(last)))
+    like = torch.empty_like(x[0], dtype=accumulator(x.dtype))
+    last = [torch.empty_like(like) for _ in states] if keep else []
+    return torch.empty_like(x, dtype=torch.int8), *last, *(like.new_empty(0) for _ in range(STATES - len(last)))
 
 
 implement("neuron", neuron_reference, _cuda, _fake)
