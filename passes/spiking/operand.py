@@ -29,6 +29,7 @@ from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, has_ho
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.neuron_call import NEURON_CALLS
 from sparsecomp.passes.spiking.neurons_behind import unviewed
+from sparsecomp.passes.spiking.widened import made_of_bytes
 from sparsecomp.reference.digits import SPREAD
 from sparsecomp.reference.facts import SparsityFact, is_dyadic
 from sparsecomp.reference.geometry import KERNEL_DIMS, TransposedWindow, by_output
@@ -198,11 +199,14 @@ def writes_bytes(operands: Operands, ctx: Context) -> bool:
     """Whether the input's producer can be expected to write bytes instead of full-width spikes.
 
     It does under Inductor, but only where every reader of the spikes takes bytes. In half precision most layers stay
-    dense, so the spikes are written at full width all the same and the bytes would come on top. So they do behind a
-    neuron that is trained, an operator into which Inductor cannot look, the library's as ours.
+    dense, so the spikes are written at full width all the same and the bytes would come on top, unless they are widened
+    bytes. So they do behind a neuron that is trained, an operator into which Inductor cannot look, the library's as
+    ours.
     """
     trained = ctx.gradients and _is_of_neuron(operands.op.input)
-    return not ctx.eager and operands.dtype is torch.float32 and not trained
+    if ctx.eager or trained:
+        return False
+    return operands.dtype is torch.float32 or made_of_bytes(operands.op.input, ctx)
 
 
 def _is_of_neuron(x: Any) -> bool:

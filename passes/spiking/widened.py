@@ -31,6 +31,19 @@ def moved_from(x: fx.Node, ctx: Context) -> fx.Node | None:
     return op.input if all(ctx.analysis.unchanged(read, x) for read in tensors) else None
 
 
+def made_of_bytes(x: Any, ctx: Context, depth: int = 64) -> bool:
+    """Whether floats are widened bytes, or moves, sums and max-pools of such, which other rules make in bytes."""
+    op = op_of(x) if isinstance(x, fx.Node) and depth else None
+    if op is None:
+        return False
+    if widened_from(x) is not None:
+        return True
+    moved = moved_from(x, ctx)
+    made = (op.input, op.get("other")) if op.name == "add" else (op.input,)
+    parts = made if op.name == "add" or op.name.startswith("max_pool") else (moved,)
+    return all(made_of_bytes(one, ctx, depth - 1) for one in parts)
+
+
 def in_bytes(x: Any, like: fx.Node) -> fx.Node:
     """The bytes of a node that is made of widened ones by moves alone: the moves are done again, of bytes."""
     source = widened_from(x)
