@@ -124,7 +124,8 @@ SUITES: dict[str, Suite] = {
         "sparse.scaling", lambda m, a: m.run([case for name in a.names or ["mlp"] for case in m.NETWORKS[name]()])
     ),
     "resu": Suite("masked.resu", lambda m, a: m.run()),
-    "attention": Suite("attention.block_attention", lambda m, a: m.run(a.workers or 8)),
+    "attention": Suite("attention.block_attention", lambda m, a: m.run(a.names, a.workers or 8)),
+    "attention-long": Suite("attention.long", lambda m, a: m.run(a.names or m.PARTS, a.workers or 8)),
     "masked-attention": Suite("attention.masked_models", lambda m, a: m.run(a.modes, a.workers or 1)),
     "attention-data": Suite("attention.data_masks", lambda m, a: m.run(a.modes, a.workers or 1)),
     "attention-packed": Suite("attention.packed", lambda m, a: m.run()),

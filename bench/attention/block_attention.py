@@ -4,7 +4,7 @@ Times are of CUDA graph replays; ours is what the tuner gives without measuring.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,15 @@ Row = dict[str, Any]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def run(workers: int = 1) -> Iterator[Row]:
+def run(names: Sequence[str] | None = None, workers: int = 1) -> Iterator[Row]:
     """The row of each case: milliseconds by rival, 1e12 operations a second on kept pairs, and differences.
 
     Args:
+        names: of cases, None for all.
         workers: processes that compile side by side.
     """
-    for row in measured(prepared, range(len(CASES)), workers, batch=1):
+    wanted = [place for place, case in enumerate(CASES) if names is None or case.name in names]
+    for row in measured(prepared, wanted, min(workers, len(wanted)), batch=1):
         print(table_of(row), flush=True)
         yield row
 

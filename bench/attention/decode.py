@@ -177,4 +177,6 @@ def table(rows: list[Row]) -> str:
         cells = [f"{row['ms'][name]:.4f} ({row['ms'][name] / row['bytes']:.2f})" if name in row["ms"] else "–"
                  for name in names]  # fmt: skip
         grid.append([f"({', '.join(map(str, sizes))}), {window}", f"{row['bytes']:.4f}", *cells])
-    return markdown_grid(grid)
+    missing = [f"{name} is left out of ({', '.join(map(str, row['case'][:-1]))}): {why.rstrip(':')}."
+               for row in rows for name, why in row.get("left out", {}).items()]  # fmt: skip
+    return "\n\n".join([markdown_grid(grid), *missing])

@@ -1,5 +1,5 @@
 """Packed sequences with the work for their mask, beside torch's varlen attention and FlexAttention; and parts of ours:
-scans, dropout, and lists that are long beside the rest, walked over whole and in parts.
+scans and dropout.
 
 Times are of CUDA graph replays, but FlexAttention's with its mask, whose making waits for the device: that is timed by
 events around both.
@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -17,9 +16,9 @@ from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from bench.attention.ways import two_ways
+from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded
-from sparsecomp.attention import AttentionBlocks, GlobalTokens, LocalWindow, causal, packed_attention
-from sparsecomp.lowering.launch import dispatch
+from sparsecomp.attention import packed_attention
 from sparsecomp.ops import block_attention, packed_blocks, scanned_blocks
 from sparsecomp.reference.attention.blocks import blocks_of
 
@@ -32,7 +31,6 @@ def run() -> Iterator[dict[str, Any]]:
         yield _shown(_packed(ordered))
     yield _shown(_scans())
     yield _shown(_dropped())
-    yield _shown(_long_lists())
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -155,28 +153,35 @@ def _dropped() -> dict[str, Any]:
     return row
 
 
-def _long_lists() -> dict[str, Any]:
-    """A window of 256 keys with three global tokens at 32,768 tokens, and causal attention at 16,384, by kernels."""
-    from sparsecomp.lowering.attention.kernels import long_lists
-
-    row: dict[str, Any] = {"case": "long lists", "ms": {}}
-    tokens = LocalWindow(256, 256) | GlobalTokens((0, 1, 20_000))
-    cases = (("global", TOKENS, 8, tokens), ("causal", 16_384, 16, causal()))
-    for name, length, heads, pattern in cases:
-        q, k, v, grad = (torch.randn(1, heads, length, DEPTH, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-        operands = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
-        blocks = pattern.to_blocks(length, device="cuda")
-        for how, least in (("whole", None), ("in parts", 128)):
-            with mock.patch.object(long_lists, "LONG", least):
-                dispatch.forget()
-                guarded(row, f"{name}, {how}", partial(_both_ways, row, f"{name}, {how}", operands, blocks, grad))
-    dispatch.forget()
-    return row
+def table(rows: list[dict[str, Any]]) -> str:
+    """Packed sequences, in brackets how many times as fast as FlexAttention with its mask; scans; dropout."""
+    by_case = {row["case"]: row["ms"] for row in rows}
+    return "\n\n".join((
+        _table_of_packed({name: ms for name, ms in by_case.items() if name.startswith("packed")}),
+        markdown_grid([["scan of a mask of 4 x 4096 x 4096", "milliseconds"],
+                       *([name, f"{ms:.3g}"] for name, ms in by_case.get("scan", {}).items())]),
+        _table_of_dropout(by_case.get("dropout", {})),
+    ))  # fmt: skip
 
 
-def _both_ways(
-    row: dict[str, Any], name: str, operands: tuple[Tensor, Tensor, Tensor], blocks: AttentionBlocks, grad: Tensor
-) -> None:  # fmt: skip
-    forward, both = two_ways(lambda q, k, v: block_attention(q, k, v, blocks)[0], operands, grad)
-    _alone(row, f"{name}, forward", forward)
-    _alone(row, f"{name}, both", both)
+def _table_of_packed(by_case: dict[str, dict[str, float]]) -> str:
+    grid = [["documents", "step", "FlexAttention, mask made before", "FlexAttention", "varlen_attn", "ours",
+             "our lists alone"]]  # fmt: skip
+    for name, ms in by_case.items():
+        for what, step in (("forward", "forward"), ("both", "with gradients")):
+            flex = ms.get(f"flex, {what}")
+            cells = [ms.get(f"flex, {what}, mask made before"), flex, *(ms.get(f"{who}, {what}") for who in
+                     ("varlen", "ours")), ms.get("lists alone")]  # fmt: skip
+            gains = [f" ({flex / one:.2f})" if flex and one and place in (2, 3) else ""
+                     for place, one in enumerate(cells)]  # fmt: skip
+            told = ["–" if one is None else f"{one:.3g}{gain}" for one, gain in zip(cells, gains, strict=True)]
+            grid.append([name, step, *told])
+    return markdown_grid(grid)
+
+
+def _table_of_dropout(ms: dict[str, float]) -> str:
+    grid = [["kept", "step", "without dropout", "dropout of 0.1"]]
+    for kept in dict.fromkeys(key.split(", ")[0] for key in ms):
+        for what, step in (("forward", "forward"), ("both", "with gradients")):
+            grid.append([kept, step, *(f"{ms[f'{kept}, {chance}, {what}']:.3g}" for chance in (0.0, 0.1))])
+    return markdown_grid(grid)

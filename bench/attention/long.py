@@ -1,0 +1,194 @@
+"""Attention over long sequences: how its time grows with their length, and lists that are long beside the rest.
+
+The window of the first part keeps as many pairs of each token at any length. The second part has lists that hold every
+block beside short ones, which one program walks over whole, or several in parts. Times are of CUDA graph replays; lists
+are made before.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+
+from bench.attention.cases import MaskFunction
+from bench.attention.ways import two_ways
+from bench.parallel import measured
+from bench.table import markdown_grid
+from bench.timing import graph_ms, guarded, relative_error
+from sparsecomp.attention import AttentionBlocks, AttentionPattern, GlobalTokens, LocalWindow, big_bird, causal
+from sparsecomp.lowering.launch import dispatch
+from sparsecomp.ops import block_attention
+
+Row = dict[str, Any]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+_PARTS = 128
+"""Blocks of the longest list from which on lists are walked over in parts, where that is measured."""
+
+
+class Case(NamedTuple):
+    """An attention of one batch entry, bfloat16.
+
+    Attributes:
+        part: of this benchmark: "lengths" or "long lists".
+        pattern: what it keeps, which our lists and FlexAttention's are made of.
+        mask: the same as a function of positions; None leaves FlexAttention out.
+    """
+
+    part: str
+    name: str
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    depth: int
+    pattern: AttentionPattern
+    mask: MaskFunction | None
+
+    def operands(self) -> list[Tensor]:
+        """q, k and v, which want gradients, and a gradient of the result."""
+        random = torch.Generator("cuda").manual_seed(0)
+        shapes = [(heads, length) for heads, length in (
+            (self.heads, self.queries), (self.kv_heads, self.keys), (self.kv_heads, self.keys),
+            (self.heads, self.queries),
+        )]  # fmt: skip
+        made = [torch.randn((1, *shape, self.depth), generator=random, device="cuda", dtype=torch.bfloat16)
+                for shape in shapes]  # fmt: skip
+        return [one.requires_grad_(at < 3) for at, one in enumerate(made)]
+
+    def blocks(self, side: int) -> AttentionBlocks:
+        """Our lists."""
+        return self.pattern.to_blocks(self.queries, self.keys, (side, side), "cuda")
+
+
+_TOKENS = (0, 1, 20_000)
+
+
+def _window(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q >= k) & (q - k <= 1024)
+
+
+def _global(b: Any, h: Any, q: Any, k: Any) -> Any:
+    tokens = [(q == token) | (k == token) for token in _TOKENS]
+    return ((q - k <= 256) & (k - q <= 256)) | tokens[0] | tokens[1] | tokens[2]
+
+
+CASES = (
+    *(Case("lengths", "window 1024, causal", 32, 8, n, n, 128, LocalWindow(1024, 0), _window)
+      for n in (16_384, 32_768, 65_536, 131_072)),
+    Case("long lists", "window 256 with 3 global tokens", 8, 8, 32_768, 32_768, 64,
+         LocalWindow(256, 256) | GlobalTokens(_TOKENS), _global),
+    Case("long lists", "BigBird", 16, 16, 8192, 8192, 64, big_bird(64, window=3, global_blocks=2, random=3), None),
+    Case("long lists", "128 queries, causal", 32, 8, 128, 32_768, 128, causal().shifted(32_768 - 128), None),
+    Case("long lists", "causal", 16, 16, 16_384, 16_384, 64, causal(), lambda b, h, q, k: q >= k),
+)  # fmt: skip
+"""The last one's lists are of all lengths: parts can only cost time there."""
+PARTS = tuple(dict.fromkeys(case.part for case in CASES))
+
+
+def run(parts: Sequence[str] = PARTS, workers: int = 1) -> Iterator[Row]:
+    """The row of each case: milliseconds by rival, without gradients and with them, and differences.
+
+    Args:
+        parts: of `PARTS`.
+        workers: processes that compile side by side.
+    """
+    cases = [place for place, case in enumerate(CASES) if case.part in parts]
+    for row in measured(prepared, cases, min(workers, len(cases)), batch=1):
+        print(row, flush=True)
+        yield row
+
+
+def prepared(place: int) -> Callable[[], Row]:
+    """What measures a case, compiled."""
+    case = CASES[place]
+    sizes = [1, case.heads, case.kv_heads, case.queries, case.keys, case.depth]
+    row: Row = {"place": place, "part": case.part, "case": case.name, "sizes": sizes, "ms": {}, "difference": {}}
+    *operands, grad = case.operands()
+    right: list[Tensor] = []
+    calls: list[tuple[str, int | None, Callable[[], Any], Callable[[], Any]]] = []
+    for name, least, make in _rivals(case):
+        guarded(row, name, partial(_prepare, row, (name, least), make, operands, grad, right, calls))
+    right.clear()
+
+    def measure() -> Row:
+        for name, least, forward, both in calls:
+            with _split_from(least):
+                guarded(row, name, partial(_take, row, name, forward, both))
+        return row
+
+    return measure
+
+
+def _rivals(case: Case) -> Iterator[tuple[str, int | None, Callable[[], Attention]]]:
+    """By name, from which length on lists are split, and what makes each."""
+    if case.mask is not None:
+        yield "flex", None, partial(_flex, case, case.mask)
+    for side in (64, 128):
+        yield f"ours {side}x{side}", None, partial(_ours, case, side)
+    if case.part == "long lists":
+        for side in (64, 128):
+            yield f"ours {side}x{side} in parts", _PARTS * 64 // side, partial(_ours, case, side)
+
+
+def _ours(case: Case, side: int) -> Attention:
+    blocks = case.blocks(side)
+    return lambda q, k, v: block_attention(q, k, v, blocks)[0]
+
+
+def _flex(case: Case, mask_mod: MaskFunction) -> Attention:
+    mask = case.pattern.to_flex(case.queries, case.keys, device="cuda")
+    mask.mask_mod = mask_mod
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=False)
+    gqa = case.heads != case.kv_heads
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=gqa)
+
+
+def _prepare(
+    row: Row, how: tuple[str, int | None], make: Callable[[], Attention], operands: list[Tensor], grad: Tensor,
+    right: list[Tensor], calls: list[Any],
+) -> None:  # fmt: skip
+    name, least = how
+    forward, both = two_ways(make(), operands, grad)
+    with _split_from(least):
+        forward()
+        found = [one.detach() for one in both()]
+    right.extend(found[len(right) :])
+    row["difference"][name] = [relative_error(one, other) for one, other in zip(found, right, strict=True)]
+    calls.append((name, least, forward, both))
+
+
+def _take(row: Row, name: str, forward: Callable[[], Any], both: Callable[[], Any]) -> None:
+    for what, call in (("forward", forward), ("both", both)):
+        row["ms"][f"{name}, {what}"] = round(graph_ms([call, call], 8), 4)
+
+
+@contextmanager
+def _split_from(least: int | None) -> Iterator[None]:
+    from sparsecomp.lowering.attention.kernels import long_lists
+
+    with mock.patch.object(long_lists, "LONG", least):
+        dispatch.forget()
+        yield
+    dispatch.forget()
+
+
+def table(rows: list[Row]) -> str:
+    """Milliseconds by case, and in brackets how many times as fast as FlexAttention."""
+    rows = sorted(rows, key=lambda row: row["place"])
+    names = list(dict.fromkeys(key.rsplit(", ", 1)[0] for row in rows for key in row["ms"]))
+    grid = [["case (batch, heads, heads of k, queries, keys, depth)", "step", *names]]
+    for row in rows:
+        for what, step in (("forward", "forward"), ("both", "with gradients")):
+            flex = row["ms"].get(f"flex, {what}")
+            cells = []
+            for name in names:
+                ms = row["ms"].get(f"{name}, {what}")
+                gain = f" ({flex / ms:.2f})" if flex and ms and name != "flex" else ""
+                cells.append(f"{ms:.3g}{gain}" if ms else "–")
+            grid.append([f"{row['case']} ({', '.join(map(str, row['sizes']))})", step, *cells])
+    return markdown_grid(grid)
