@@ -1,7 +1,8 @@
 """Launches every kernel at odd sizes, for a checker of memory: `compute-sanitizer python -m tests.launch_all`.
 
 Sizes are primes and one more than powers of two, so that every mask of a load is needed. What is computed is compared
-elsewhere; here kernels only have to be launched, and those that were not are named at the end.
+elsewhere; here kernels only have to be launched, and those that were not are named at the end. Names behind the device
+are of the steps to take, instead of all: `python -m tests.launch_all cuda attention`.
 """
 
 import itertools
@@ -38,8 +39,8 @@ CSR_KERNELS = ("", "spmm_csr_rows", "spmm_csr_few", "spmm_csr_merge", "spmm_csr_
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def main(device: str = "cuda") -> int:
-    """Launch all; the number of kernels that were not."""
+def main(device: str = "cuda", *wanted: str) -> int:
+    """Launch all, or those of the steps that are named; the number of kernels of theirs that were not."""
     torch.manual_seed(0)
     launched: set[str] = set()
     problems: dict[tuple[Operation[Any], Any], None] = {}
@@ -55,21 +56,23 @@ def main(device: str = "cuda") -> int:
 
     Launch.__call__, Tuner.choose = noted, chosen  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        rest = partial(the_rest, launched, problems)
         steps = (
             sparse_layers, local_layers, attention, written_out, spikes, neurons, masks, sparse_tensor_cores,
-            by_a_bitmap, rest,
+            by_a_bitmap,
         )  # fmt: skip
-        for step in steps:
+        taken = [step for step in steps if not wanted or step.__name__ in wanted]
+        for step in (*taken, partial(the_rest, launched, problems)):
             step(device)
             if device == "cuda":
                 torch.cuda.synchronize()
             print(getattr(step, "__name__", "the rest"), "done", flush=True)
     finally:
         Launch.__call__, Tuner.choose = call, choose  # pyright: ignore[reportAttributeAccessIssue]
+    asked = {operation.name for operation, _ in problems}
     missing = sorted(
-        name(template) for template in all_templates() if template.sources and name(template) not in launched
-    )
+        name(template) for template in all_templates()
+        if template.sources and name(template) not in launched and (not wanted or template.op in asked)
+    )  # fmt: skip
     print(f"{len(launched)} kernels launched; first ones of a template that were not: {', '.join(missing) or 'none'}")
     return len(missing)
 
