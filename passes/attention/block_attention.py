@@ -23,6 +23,7 @@ from sparsecomp.ops.attention.operands import place_of
 from sparsecomp.passes.attention.data_mask import data_mask
 from sparsecomp.passes.attention.found import site_at
 from sparsecomp.passes.attention.mask import KnownMask, known_mask
+from sparsecomp.passes.attention.mask_of_numbers import is_mask_of_numbers
 from sparsecomp.passes.attention.place import in_place, may_be_trained, unfit
 from sparsecomp.passes.attention.site import AttentionSite, viewed
 from sparsecomp.passes.cost.attention import MaskedAttention, decide_attention
@@ -33,7 +34,7 @@ from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK
 from sparsecomp.reference.attention.dropout import ALWAYS, chances
 
 _UNKNOWN = 0.75
-"""Share of the blocks that a mask of booleans is thought to keep if it is data. Where all are, our kernel takes 1.02
+"""Share of the blocks that a mask is thought to keep if it is data. Where all are, our kernel takes 1.02
 times as long as torch's function with a mask, and 0.94 times with gradients; where half are, 0.57 and 0.53 times
 (`bench/results/attention.json`, an H200)."""
 
@@ -90,7 +91,8 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
         return known if known.why is Why.MASK_NOT_FROZEN else mask
     given = ctx.options.density
     # numbers may be biases, of which no block is empty
-    share = given if given is not None else 1.0 if mask.use == "add" else _UNKNOWN
+    biases = mask.use == "add" and not is_mask_of_numbers(mask.node, site.mask.reader)
+    share = given if given is not None else 1.0 if biases else _UNKNOWN
     q, k, v = (one.shape for one in site.operands)
     scanned = (*mask.leading, name_of(example_of(mask.node).dtype))
     work = MaskedAttention.assumed(q, k, v, share, DEFAULT_BLOCK, scanned=scanned, **_how(site, ctx))
@@ -102,7 +104,7 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
         return Refusal(Why.GATE, {"detail": f"{described}{advice}; {decision.reason}"}, decision.estimate)
 
     def build() -> Mapping[fx.Node, fx.Node]:
-        lists, added = mask._replace(node=_as_added(site)).build(site.result)
+        lists, added = (mask._replace(node=_as_added(site)) if mask.use == "add" else mask).build(site.result)
         if added is not None and work.trained:
             added = call(added.graph, site.result, torch.ops.sparsecomp.levelled_mask.default, added)
         return _built(site, ctx, lists, added)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, fx
 
 import sparsecomp.ops.attention.mask_scan  # noqa: F401  (registers the operator)
+from sparsecomp.passes.attention.kept import as_added, chosen_by_booleans
+from sparsecomp.passes.attention.place import may_be_trained
 from sparsecomp.passes.attention.site import AttentionSite
 from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, call, refuse
@@ -103,8 +105,11 @@ class DataMask(NamedTuple):
 
 
 def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:
-    """The mask of a site, to be scanned."""
+    """The mask of a site, to be scanned; the booleans behind it where they say the same."""
     mask, out = site.mask, example_of(site.result)
+    booleans = _booleans_behind(site, ctx)
+    if booleans is not None:
+        return booleans
     example = example_of(mask.node)
     problem = ""
     if example.device != out.device:
@@ -121,8 +126,33 @@ def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:
         problem = "its mask is trained"
     if problem:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=problem)
+    return _scanned(mask.node, mask.use, site, ctx)
+
+
+def _scanned(node: fx.Node, use: str, site: AttentionSite, ctx: Context) -> DataMask:
     lengths = (site.query.shape[2], site.key.shape[2])
-    return DataMask(mask.node, mask.use, site.dims, lengths, lambda node: _unwritten(node, ctx))
+    return DataMask(node, use, site.dims, lengths, lambda node: _unwritten(node, ctx))
+
+
+def _booleans_behind(site: AttentionSite, ctx: Context) -> DataMask | None:
+    """The mask of booleans by which added numbers are 0 or -inf, which is smaller and is not added; None without one.
+
+    Not where gradients of a query that keeps nothing are asked for and are NaN: they are others where scores are
+    replaced.
+    """
+    mask, unchanged = site.mask, ctx.analysis.unchanged
+    if mask.use != "add" or (site.gives_nan and may_be_trained(site, ctx)):
+        return None
+    found = chosen_by_booleans(mask.node, ctx)
+    if found is None or as_added(found[2], site) != -torch.inf:
+        return None
+    node, drops, _, choice = found
+    example = example_of(node)
+    alike = example is not None and example.dtype is torch.bool and example.device == example_of(site.result).device
+    there = alike and all(unchanged(one, one, mask.reader) for one in (mask.node, choice))
+    if not (there and unchanged(node, choice, site.result)):
+        return None
+    return _scanned(node, "drop" if drops else "keep", site, ctx)
 
 
 def _unwritten(node: fx.Node, ctx: Context) -> bool:

@@ -119,7 +119,7 @@ def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
     mask, out, unchanged = site.mask, example_of(site.result), ctx.analysis.unchanged
     node, drops, since, fill = mask.node, mask.use == "drop", mask.reader, mask.fill
     if mask.use == "add":
-        found = _chosen(mask.node, ctx)
+        found = chosen_by_booleans(mask.node, ctx)
         if found is None:
             return _as_written("its mask adds numbers that no mask of booleans in the graph chooses")
         node, drops, fill, since = found
@@ -138,12 +138,16 @@ def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
         return _as_written(f"its mask is on {example.device}, not {out.device}")
     if not unchanged(node, since, site.result):
         return _as_written("its mask is written to before the result is complete")
-    # autocast, and a sum in place, round what is added to what the scores are of
-    fill = _rounded(fill, [example_of(mask.reader).dtype]) * mask.scale
+    fill = as_added(fill, site)
     if not fill <= SURELY_ZERO:
         return _as_written(f"scores that it drops become {fill:g} or less by that, which is no -inf")
     sizes = (site.query.shape[0], site.key.shape[2])
     return KeptMask(node, drops, fill > -torch.inf, site.dims, sizes, is_kept(node, ctx))
+
+
+def as_added(number: float, site: AttentionSite) -> float:
+    """What a number of a site's mask adds to scores: autocast, and a sum in place, round it to what these are of."""
+    return _rounded(number, [example_of(site.mask.reader).dtype]) * site.mask.scale
 
 
 def _is_bool(node: fx.Node) -> bool:
@@ -155,7 +159,7 @@ def _as_written(detail: str) -> Refusal:
     return refuse(Why.ATTENTION_AS_WRITTEN, detail=detail)
 
 
-def _chosen(node: fx.Node, ctx: Context) -> tuple[fx.Node, bool, float, fx.Node] | None:
+def chosen_by_booleans(node: fx.Node, ctx: Context) -> tuple[fx.Node, bool, float, fx.Node] | None:
     """Of numbers that are 0 or another one by a mask of booleans: the mask, whether it is True where they are not 0,
     the other number as it is added, and the call that chooses."""
     dtypes, choice = [], node
