@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 import sparsecomp.ops.attention.mask_scan  # noqa: F401  (registers the operator)
 from sparsecomp.passes.attention.kept import as_added, chosen_by_booleans
 from sparsecomp.passes.attention.place import may_be_trained
-from sparsecomp.passes.attention.site import AttentionSite
+from sparsecomp.passes.attention.site import AttentionSite, Steps, View, mask_steps, viewed
 from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
@@ -45,12 +45,7 @@ class DataMask(NamedTuple):
 
     def build(self, like: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
         """The block lists as nodes, and what is added to scores."""
-        mask = self.node
-        missing = self.dims - example_of(mask).dim()
-        if self.dims == 3:
-            mask = self._unsqueezed(self._unsqueezed(mask, missing, 0, like), 1, 1, like)
-        else:
-            mask = self._unsqueezed(mask, missing, 0, like)
+        mask = viewed(self.node, self._steps, like)
         arguments = (*self.lengths, *DEFAULT_BLOCK, self.use != "drop")
         target = torch.ops.sparsecomp.scanned_mask.default
         scan = self._there_is(target, mask, arguments, like) or call(like.graph, like, target, mask, *arguments)
@@ -60,9 +55,12 @@ class DataMask(NamedTuple):
     @property
     def leading(self) -> tuple[int, int]:
         """Batch entries and heads that the mask tells apart."""
-        shape = example_of(self.node).shape
-        shape = (*(1,) * (self.dims - len(shape)), *shape)
-        return shape[0], shape[1] if self.dims == 4 else 1
+        batch, heads, *_ = View(self.node, self._steps).shape
+        return batch, heads
+
+    @property
+    def _steps(self) -> Steps:
+        return mask_steps(example_of(self.node).dim(), self.dims)
 
     def described(self, share: float) -> str:
         """Where it comes from, for the report."""
@@ -96,12 +94,6 @@ class DataMask(NamedTuple):
         return op is not None and not op.inplace and op.has(Trait.VIEW) and all(
             not isinstance(one, fx.Node) for one in node.args[1:]
         )
-
-    @staticmethod
-    def _unsqueezed(mask: fx.Node, times: int, dim: int, like: fx.Node) -> fx.Node:
-        for _ in range(times):
-            mask = call(like.graph, like, Tensor.unsqueeze, mask, dim)
-        return mask
 
 
 def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 import sparsecomp.ops.attention.masked_decode  # noqa: F401  (registers the operator)
-from sparsecomp.passes.attention.site import AttentionSite
+from sparsecomp.passes.attention.site import AttentionSite, mask_steps, viewed
 from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
@@ -92,9 +92,7 @@ class KeptMask(NamedTuple):
             return call(like.graph, like, target, *args)
 
         kept = then(Tensor.logical_not, self.node) if self.drops else self.node
-        for _ in range(self.dims - example_of(self.node).dim()):
-            kept = then(Tensor.unsqueeze, kept, 0)
-        kept = then(Tensor.unsqueeze, kept, 1) if self.dims == 3 else kept
+        kept = viewed(kept, mask_steps(example_of(self.node).dim(), self.dims), like)
         kept = then(Tensor.expand, kept, -1, -1, -1, keys)
         empty = None
         if self.least:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from sparsecomp.errors import FrozenWeightError
 from sparsecomp.ops.masked.folded_weight import computed, formula
-from sparsecomp.passes.attention.site import AttentionSite, Mask
+from sparsecomp.passes.attention.site import AttentionSite, Mask, mask_steps, stepped
 from sparsecomp.passes.engine.constants import promised_nodes
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, is_static, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
@@ -82,8 +82,7 @@ class MaskLists(NamedTuple):
             return f"scores that it drops become {self.fill:g}, which is no -inf"
         else:
             kept, least_sure = (mask if self.use == "keep" else ~mask), self.fill > -math.inf
-        kept = kept[(None,) * (self.dims - kept.dim())]
-        kept = (kept[:, None] if self.dims == 3 else kept).expand(-1, -1, *self.lengths)
+        kept = stepped(kept, mask_steps(kept.dim(), self.dims)).expand(-1, -1, *self.lengths)
         if (self.gives_nan or least_sure) and not bool(kept.any(-1).all()):
             return "a query keeps no key, which gives other than zeros as written"
         return kept

@@ -55,7 +55,8 @@ def unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
 def _fits(site: AttentionSite) -> bool:
     """Whether scores keep their shape when they are masked."""
     batch, heads, queries, _ = site.query.shape
-    scores = (batch, *((heads,) if site.dims == 4 else ()), queries, site.key.shape[2])
+    leading = {3: (), 4: (heads,), 5: (1, 1)}
+    scores = (batch, *leading[site.dims], queries, site.key.shape[2])
     mask = example_of(site.mask.node).shape
     sizes = zip(reversed(mask), reversed(scores), strict=False)
     return len(mask) <= len(scores) and all(one in (1, size) for one, size in sizes)

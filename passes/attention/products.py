@@ -1,17 +1,16 @@
 """The two products of an attention written by hand, by `matmul` or `einsum`: which operand is which, how it lies."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from sparsecomp.passes.attention.site import View
+from sparsecomp.passes.attention.site import GROUPS, THREE, Steps, View, by_groups
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, op_of, shape_of
 
-Steps = tuple[tuple[str, tuple[Any, ...]], ...]
-THREE: Steps = (("unsqueeze", (1,)),)
-"""How (batch, length, depth) becomes one of a single head."""
 _BACK: Steps = (("squeeze", (1,)),)
-_SAME = (0, 1, 2, 3)
+_QUERIES: dict[int, Steps] = {3: THREE, 4: (), 5: GROUPS}
+"""By dimensions, the steps from queries to (batch, heads, length, depth)."""
 
 
 def outer_product(op: CanonicalOp) -> tuple[fx.Node, View, Steps] | None:
@@ -23,7 +22,8 @@ def outer_product(op: CanonicalOp) -> tuple[fx.Node, View, Steps] | None:
     if found is None:
         return None
     weights, values, dims = found
-    return weights, View(values, THREE if dims == 3 else ()), _BACK if dims == 3 else ()
+    back = _BACK if dims == 3 else _split_groups(weights) if dims == 5 else ()
+    return weights, View(values, _shared(values, dims)), back
 
 
 def scores_of(op: CanonicalOp) -> tuple[View, View] | None:
@@ -34,10 +34,20 @@ def scores_of(op: CanonicalOp) -> tuple[View, View] | None:
     if found is None:
         return None
     queries, keys, dims = found
-    steps, swap = THREE if dims == 3 else (), op_of(keys)
+    swap = op_of(keys)
     if swap is not None and _swaps_last_two(swap) and isinstance(swap.input, fx.Node):
-        return View(queries, steps), View(swap.input, steps)
-    return View(queries, steps), View(keys, (("transpose", (-2, -1)), *steps))
+        return View(queries, _QUERIES[dims]), View(swap.input, _shared(swap.input, dims))
+    return View(queries, _QUERIES[dims]), View(keys, (("transpose", (-2, -1)), *_shared(keys, dims)))
+
+
+def _shared(node: fx.Node, dims: int) -> Steps:
+    """The steps from keys or values."""
+    return by_groups(node) if dims == 5 else _QUERIES[dims]
+
+
+def _split_groups(weights: fx.Node) -> Steps:
+    """The steps back from all heads to those of keys and their groups, as weights have them."""
+    return (("unflatten", (1, tuple((shape_of(weights) or ())[1:3]))),)
 
 
 def _factors(op: CanonicalOp) -> tuple[fx.Node, fx.Node, int] | None:
@@ -46,7 +56,7 @@ def _factors(op: CanonicalOp) -> tuple[fx.Node, fx.Node, int] | None:
     if op.name != "matmul" or op.inplace or not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return None
     left, right = shape_of(one), shape_of(other)
-    if left is None or right is None or len(left) != len(right) or len(left) not in (3, 4):
+    if left is None or right is None or len(left) != len(right) or len(left) not in _QUERIES:
         return None
     return one, other, len(left)
 
@@ -66,16 +76,16 @@ def _swaps_last_two(op: CanonicalOp) -> bool:
 
 
 def _letters(op: CanonicalOp) -> tuple[list[str], list[Any]] | None:
-    """Letters of an einsum's two operands and of its result, of four dimensions each, and the operands."""
+    """Letters of an einsum's two operands and of its result, each of another dimension, and the operands."""
     equation, *operands = op.args.values()
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = list(operands[0])
     if not isinstance(equation, str) or equation.count("->") != 1:
         return None
     letters = equation.replace(" ", "").replace("->", ",").split(",")
-    alike = len(letters) == 3 and all(len(set(one)) == len(one) == 4 for one in letters)
+    apart = len(letters) == 3 and all(len(set(one)) == len(one) in (4, 5) for one in letters)
     nodes = len(operands) == 2 and all(isinstance(one, fx.Node) for one in operands)
-    return (letters, operands) if alike and nodes and "." not in equation else None
+    return (letters, operands) if apart and nodes and "." not in equation else None
 
 
 def _einsum_scores(op: CanonicalOp) -> tuple[View, View] | None:
@@ -83,15 +93,16 @@ def _einsum_scores(op: CanonicalOp) -> tuple[View, View] | None:
     if found is None:
         return None
     (one, other, out), (first, second) = found
-    (batch, head, query, key), views = out, []
+    *leading, query, key = out
+    batch, head, *group = leading
     if query not in one:
         one, other, first, second = other, one, second, first
-    depth = "".join(set(one) & set(other) - {batch, head})
-    for node, letters, place in ((first, one, query), (second, other, key)):
-        if len(depth) != 1 or set(letters) != {batch, head, place, depth}:
-            return None
-        views.append(_permuted(node, letters, batch + head + place + depth))
-    return views[0], views[1]
+    depth = "".join(set(one) & set(other) - set(leading))
+    of_queries, of_keys = (*leading, query, depth), (batch, head, key, depth)
+    if len(depth) != 1 or set(one) != set(of_queries) or set(other) != set(of_keys):
+        return None
+    queries = _permuted(first, one, of_queries, GROUPS if group else ())
+    return queries, _permuted(second, other, of_keys)
 
 
 def _einsum_outer(op: CanonicalOp) -> tuple[fx.Node, View, Steps] | None:
@@ -100,15 +111,19 @@ def _einsum_outer(op: CanonicalOp) -> tuple[fx.Node, View, Steps] | None:
         return None
     (one, other, out), (first, second) = found
     for weights, values, node, beside in ((one, other, first, second), (other, one, second, first)):
-        batch, head, query, key = weights
+        *leading, query, key = weights
+        batch, head, *group = leading
         depth = "".join(set(values) - set(weights))
-        if len(depth) == 1 and set(values) == {batch, head, key, depth} and set(out) == {batch, head, query, depth}:
-            back = tuple((batch + head + query + depth).index(letter) for letter in out)
-            view = _permuted(beside, values, batch + head + key + depth)
-            return node, view, () if back == _SAME else (("permute", back),)
+        of_values, of_result = (batch, head, key, depth), (*leading, query, depth)
+        if len(depth) == 1 and set(values) == set(of_values) and set(out) == set(of_result):
+            back = _moved(tuple(map(of_result.index, out)))
+            return node, _permuted(beside, values, of_values), (*(_split_groups(node) if group else ()), *back)
     return None
 
 
-def _permuted(node: fx.Node, letters: str, wanted: str) -> View:
-    order = tuple(letters.index(letter) for letter in wanted)
-    return View(node, () if order == _SAME else (("permute", order),))
+def _permuted(node: fx.Node, letters: str, wanted: Sequence[str], more: Steps = ()) -> View:
+    return View(node, (*_moved(tuple(map(letters.index, wanted))), *more))
+
+
+def _moved(order: tuple[int, ...]) -> Steps:
+    return () if order == tuple(range(len(order))) else (("permute", order),)

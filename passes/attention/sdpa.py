@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from sparsecomp.passes.attention.site import AttentionSite, Mask, View
+from sparsecomp.passes.attention.site import GROUPS, THREE, AttentionSite, Mask, View, by_groups, serves
 from sparsecomp.passes.engine.rule import Refusal, Why, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, numel_of, shape_of
 
@@ -22,9 +22,10 @@ def sdpa_site(op: CanonicalOp) -> AttentionSite | Refusal | None:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail="its sizes are dynamic")
     q, k, v = (tuple(shape or ()) for shape in shapes)
     dims = len(q)
-    if dims not in (3, 4) or not len(k) == len(v) == dims:
-        return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands have {dims} dimensions, not 3 or 4")
-    same = q[:-2] == k[:-2] == v[:-2]
+    if dims not in (3, 4, 5) or not len(k) == len(v) == dims:
+        return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands have {dims} dimensions, not 3 to 5")
+    query, key, value = _views(operands, dims)
+    same = all(serves(query, one) for one in (key, value)) and key.shape[1] == value.shape[1]
     grouped = op.get("enable_gqa") is True and dims == 4 and q[0] == k[0] == v[0] and k[1] == v[1]
     if not (same or grouped):
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands of {q}, {k} and {v} are broadcast")
@@ -32,11 +33,17 @@ def sdpa_site(op: CanonicalOp) -> AttentionSite | Refusal | None:
         scale = max(q[-1] or 0, 1) ** -0.5
     if not isinstance(scale, int | float) or not scale >= 0:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail="its scale is no number from 0 on")
-    into = (("unsqueeze", (1,)),) if dims == 3 else ()
-    query, key, value = (View(one, into) for one in operands)
     use = "keep" if example_of(mask).dtype is torch.bool else "add"
-    back = (("squeeze", (1,)),) if dims == 3 else ()
+    back = (("squeeze", (1,)),) if dims == 3 else (("unflatten", (1, q[1:3])),) if dims == 5 else ()
     return AttentionSite(
         (node,), query, key, value, Mask(mask, use, node), dims, float(scale), back, gives_nan=False,
         dropout=float(dropout),
     )  # fmt: skip
+
+
+def _views(operands: list[fx.Node], dims: int) -> list[View]:
+    """Queries, keys and values of four dimensions."""
+    if dims < 5:
+        return [View(one, THREE if dims == 3 else ()) for one in operands]
+    query, *shared = operands
+    return [View(query, GROUPS), *(View(one, by_groups(one)) for one in shared)]

@@ -10,12 +10,20 @@ from torch import Tensor, fx
 from sparsecomp.passes.engine.rule import call
 from sparsecomp.passes.graph.canonicalize import example_of
 
+Steps = tuple[tuple[str, tuple[Any, ...]], ...]
+THREE: Steps = (("unsqueeze", (1,)),)
+"""How (batch, length, depth) becomes one of a single head."""
+GROUPS: Steps = (("flatten", (1, 2)),)
+"""How (batch, heads of keys, group, length, depth) becomes one of all heads."""
+FIRST: Steps = (("select", (2, 0)),)
+"""How it does if all of a group are the same."""
+
 
 class View(NamedTuple):
     """A node, and the calls of methods by which it becomes (batch, heads, length, depth), or the other way round."""
 
     node: fx.Node
-    steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+    steps: Steps = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -27,6 +35,29 @@ class View(NamedTuple):
         """The view on the device meta, if the node's sizes are numbers."""
         example = example_of(self.node)
         return stepped(torch.empty_strided(example.shape, example.stride(), device="meta"), self.steps)
+
+
+def by_groups(node: fx.Node) -> Steps:
+    """Steps from keys or values (batch, heads of keys, group or 1, length, depth) to (batch, heads, length, depth)."""
+    example = example_of(node)
+    alike = example.shape[2] == 1 or example.stride()[2] == 0
+    return FIRST if alike else GROUPS
+
+
+def serves(query: View, shared: View) -> bool:
+    """Whether keys or values have as many heads as the queries, or one for all, or one for each group of theirs."""
+    (batch, heads), (other, kv_heads) = query.shape[:2], shared.shape[:2]
+    if batch != other or kv_heads in (1, heads):
+        return batch == other
+    by_group = query.steps[-1:] == GROUPS and shared.steps[-1:] != GROUPS
+    return by_group and View(query.node, query.steps[:-1]).shape[1] == kv_heads
+
+
+def mask_steps(have: int, dims: int) -> Steps:
+    """Steps from a mask of `have` dimensions to (batch, heads, queries, keys), where scores have `dims`, of which one
+    of five does not tell the heads of a group apart."""
+    more: dict[int, Steps] = {3: THREE, 5: FIRST}
+    return (("unsqueeze", (0,)),) * (dims - have) + more.get(dims, ())
 
 
 def stepped(tensor: Any, steps: Sequence[tuple[str, tuple[Any, ...]]]) -> Any:
@@ -47,7 +78,8 @@ class Mask(NamedTuple):
     """What decides which pairs are kept.
 
     Attributes:
-        node: the mask, which broadcasts to the scores (batch, heads, queries, keys), without heads where `dims` is 3.
+        node: the mask, which broadcasts to the scores (batch, heads, queries, keys), without heads where `dims` is 3;
+            where it is 5 to (batch, heads of keys, group, queries, keys), without telling heads apart.
         use: "keep" of a bool mask that is True where a pair is kept, "drop" of the opposite, "add" of numbers that are
             added to scores: 0 keeps, -inf drops.
         reader: the call that masks the scores; what is written to the mask later does not count.
@@ -70,7 +102,7 @@ class AttentionSite:
         nodes: the calls, in order, the last of which gives the result.
         query, key, value: (batch, heads, length, depth); keys may have fewer heads.
         mask: see `Mask`.
-        dims: of the scores as written, 3 or 4.
+        dims: of the scores as written, 3 to 5.
         scale: of the scores.
         back: steps from the result (batch, heads, queries, depth) to what was written.
         gives_nan: a query that keeps nothing gives NaN as written, else zeros.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from sparsecomp.passes.attention.products import THREE, Steps, outer_product, scores_of
-from sparsecomp.passes.attention.site import AttentionSite, Mask, View
+from sparsecomp.passes.attention.products import outer_product, scores_of
+from sparsecomp.passes.attention.site import AttentionSite, Mask, Steps, View, serves
 from sparsecomp.passes.engine.rule import Refusal, Why, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of, shape_of
 from sparsecomp.passes.graph.operators import Trait
@@ -74,13 +74,13 @@ def _site(walk: _Walk, mask: Mask, operands: tuple[View, View], value: View, bac
     if walk.problem:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=walk.problem)
     q, k, v = (one.shape for one in every)
-    if not q[:2] == k[:2] == v[:2] or k[2] != v[2] or q[3] != k[3]:
+    shared = all(serves(operands[0], one) for one in (operands[1], value)) and k[1] == v[1]
+    if not shared or k[2] != v[2] or q[3] != k[3]:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands of {q}, {k} and {v} are broadcast")
     scale = walk.scale * (walk.cap or 1.0)
     if not (scale >= 0 and walk.cap >= 0 and mask.scale > 0):
         return refuse(Why.ATTENTION_AS_WRITTEN, detail="its scale is no number from 0 on")
-    dims = 3 if value.steps == THREE else 4
-    nodes, more = tuple(walk.nodes[::-1]), (walk.cap, walk.dropout)
+    nodes, more, dims = tuple(walk.nodes[::-1]), (walk.cap, walk.dropout), len(shape_of(walk.nodes[0]) or ())
     return AttentionSite(nodes, *operands, value, mask, dims, scale, back, True, *more)
 
 
