@@ -236,13 +236,16 @@ def test_gradients_of_steps_that_are_not_dense_lie_as_compiled_code_takes_them_t
 
 
 @EACH
-def test_gradients_of_gradients(name):
+@pytest.mark.parametrize("of_the_input", [False, True])
+def test_gradients_of_gradients(name, of_the_input):
+    """States may be made of the input, whose gradient is then none of theirs."""
     case = CASES[name]
     x, states, parameters = sample(case, 3, torch.float64)
     results = []
     for function in (as_operator, written_out):
         given = x.clone().requires_grad_()
-        loss = function(case, given, states, parameters)[1].square().sum()
+        made = [one if one is None or not of_the_input else one + given[0] * 0.5 for one in states]
+        loss = function(case, given, made, parameters)[1].square().sum()
         first = torch.autograd.grad(loss, given, create_graph=True)
         results.append(torch.autograd.grad(first[0].square().sum(), given)[0])
     torch.testing.assert_close(*results)

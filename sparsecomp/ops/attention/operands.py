@@ -79,8 +79,9 @@ def save_operands(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def points_of(operands: Sequence[Tensor]) -> list[Tensor]:
-    """Operands by which a gradient can be taken that is differentiated again."""
-    return [one if one.requires_grad else _compat.leaf_of(one) for one in operands]
+    """Views of operands, by each of which alone a gradient can be taken that is differentiated again: of operands that
+    are one tensor, or made of one another, each gradient would be that of all."""
+    return [one.view_as(one) if one.requires_grad else _compat.leaf_of(one) for one in operands]
 
 
 def differentiable_gradients(
