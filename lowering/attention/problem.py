@@ -17,6 +17,8 @@ TOLERANCE = {"float32": 2e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 _ADDED = ("", "float32", "float16", "bfloat16")
 _LEAST = 2.0**-126
 """Scale that kernels take for 0, by which the -inf of a pair that is left out would become NaN."""
+_FARTHEST = 2**24
+"""Numbers from a row to the next, of which a tile has 128 at most."""
 _SIZES = ("batch", "heads", "q_len", "k_len", "width", "k_width")
 _PARAMETERS = ("group", "depth", "v_depth", "block_q", "block_k")
 
@@ -163,9 +165,9 @@ def slopes(heads: int, k_len: int, device: torch.device) -> Tensor:
 
 
 def rows_innermost(tensor: Tensor) -> Tensor:
-    """(…, depth) with the numbers of a row side by side."""
+    """(…, depth) with the numbers of a row side by side, and rows of a tile no farther apart than 32 bits count."""
     beside = tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-    return tensor if beside else tensor.contiguous()
+    return tensor if beside and tensor.stride(-2) < _FARTHEST else tensor.contiguous()
 
 
 def result_like(out: Tensor) -> Tensor:

@@ -60,6 +60,15 @@ def test_kernels_find_what_blocks_of_finds(block: tuple[int, int], device: str) 
     alike(scanned_by_kernels(~mask.to(device), block, (Q_LEN, K_LEN), False), blocks_of(mask, block))
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("block", [(256, 128), (256, 256)])
+def test_blocks_of_more_pairs_than_a_program_counts_are_not_its(block: tuple[int, int], device: str) -> None:
+    mask = torch.ones(1, 1, 300, 300, dtype=torch.bool)
+    mask[..., 280:, 5] = False
+    found = torch.ops.sparsecomp.scanned_mask.default.direct_cuda(mask.to(device), 300, 300, *block)
+    alike(AttentionBlocks(300, 300, *block, *found), blocks_of(mask, block))
+
+
 @pytest.mark.parametrize("block", [(32, 32), (64, 128)])
 def test_the_cpu_finds_what_blocks_of_finds(block: tuple[int, int]) -> None:
     mask = kept()

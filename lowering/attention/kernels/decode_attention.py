@@ -60,7 +60,8 @@ def decode_parts_kernel(
     MASKED: the lengths are pairs, of the first key that is kept and the one behind the last; 1 where the mask has one
     row for all queries of a sequence, 2 where it may have others, 0 without one.
     """
-    part, of_group = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    # all in the first size of a grid: the others have no room for the heads of a large batch
+    part, of_group = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
     kv_head, batch = of_group % KV_HEADS, of_group // KV_HEADS
     QUERIES: tl.constexpr = GROUP * ROWS
     query = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -226,7 +227,7 @@ def _prepare(problem: DecodeAttention, config: Config) -> Launches | Launch:
     }  # fmt: skip
     heads = p.batch * p.kv_heads
     attend = Launch(
-        decode_parts_kernel, (parts, triton.cdiv(p.queries, side), heads), numbers, fixed, num_warps=config["warps"],
+        decode_parts_kernel, (parts * heads, triton.cdiv(p.queries, side)), numbers, fixed, num_warps=config["warps"],
         num_stages=config["stages"],
     )  # fmt: skip
     if parts == 1:

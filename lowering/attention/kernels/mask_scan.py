@@ -22,8 +22,8 @@ def tops_kernel(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of rows of numbers that are added: NaN if one of them keeps its pair, else the greatest."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    leading = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    leading = tl.program_id(0).to(tl.int64)
     mask_ptr += leading // HEADS * batch_stride + leading % HEADS * head_stride
     row_ptrs = mask_ptr + rows.to(tl.int64)[:, None] * row_stride
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -87,7 +87,7 @@ def lists_kernel(
     kind_ptr, count_ptr, partial_ptr, index_ptr, tile_ptr, ROWS, COLUMNS, row_stride, column_stride, WIDE: tl.constexpr
 ):
     """A row of a map of kinds as a list: blocks kept in part, those kept whole, and behind its end the empty ones."""
-    row, leading = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, leading = tl.program_id(1), tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDE)
     inside = column < COLUMNS
     places = kind_ptr + leading * ROWS * COLUMNS + row * row_stride + column * column_stride
@@ -111,14 +111,15 @@ def _prepare(problem: MaskScan, config: Config) -> Launches:
     numbers = (p.heads, p.q_len, p.k_len, *p.strides)
     fixed = {"KEPT": p.kept, "ADDED": p.dtype != "bool", "BLOCK_Q": p.block_q, "BLOCK_K": p.block_k}
     kinds = Launch(kinds_kernel, (leading * rows * columns,), (*numbers, rows, columns), fixed)
-    by_query = Launch(lists_kernel, (rows, leading), (rows, columns, columns, 1), _wide(columns))
-    by_key = Launch(lists_kernel, (columns, leading), (columns, rows, 1, columns), _wide(rows))
+    # heads of all batch entries may be more than the second size of a grid can be
+    by_query = Launch(lists_kernel, (leading, rows), (rows, columns, columns, 1), _wide(columns))
+    by_key = Launch(lists_kernel, (leading, columns), (columns, rows, 1, columns), _wide(rows))
     workspaces: list[Workspace] = [((leading * rows * columns,), torch.int32)]
     kind, top, steps = 11, None, []
     if p.dtype != "bool":
         top = 12
         workspaces.append(((leading * p.q_len,), torch.float32))
-        grid = (triton.cdiv(p.q_len, _ROWS), leading)
+        grid = (leading, triton.cdiv(p.q_len, _ROWS))
         steps.append(Step(Launch(tops_kernel, grid, numbers, {"ROWS": _ROWS, "COLUMNS": _COLUMNS}), (0, top)))
     steps += [Step(kinds, (0, top, kind, 5, 10)), Step(by_query, (kind, 1, 2, 3, 4)), Step(by_key, (kind, 6, 7, 8, 9))]
     return Launches(workspaces, steps)

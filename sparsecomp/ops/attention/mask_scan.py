@@ -9,6 +9,9 @@ from sparsecomp.reference.attention import scan as reference
 from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks, check_block_sizes
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
+_MOST_PAIRS = 2**14
+"""Of a block that a program counts."""
+
 library.define(
     "scanned_mask(Tensor mask, int q_len, int k_len, int block_q, int block_k, bool kept=True) -> ("
     + ", ".join(["Tensor"] * 10)
@@ -57,7 +60,8 @@ def _scan(mask, q_len, k_len, block_q, block_k, kept=True):
 
 def _scan_cuda(mask, q_len, k_len, block_q, block_k, kept=True):
     _check(mask, q_len, k_len)
-    if not (q_len and k_len and mask.numel()) or mask.dtype not in (torch.bool, *KERNEL_DTYPES):
+    some = q_len and k_len and mask.numel() and block_q * block_k <= _MOST_PAIRS
+    if not some or mask.dtype not in (torch.bool, *KERNEL_DTYPES):
         return _scan(mask, q_len, k_len, block_q, block_k, kept)
     from sparsecomp.lowering.attention import mask_scan as lowered  # loads Triton
 
