@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from sparsecomp.passes.attention.site import GROUPS, THREE, AttentionSite, Mask, View, by_groups, serves
+from sparsecomp.passes.attention.site import GROUPS, THREE, AttentionSite, Mask, View, by_groups, shares_heads
 from sparsecomp.passes.engine.rule import Refusal, Why, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, numel_of, shape_of
 
@@ -25,7 +25,7 @@ def sdpa_site(op: CanonicalOp) -> AttentionSite | Refusal | None:
     if dims not in (3, 4, 5) or not len(k) == len(v) == dims:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands have {dims} dimensions, not 3 to 5")
     query, key, value = _views(operands, dims)
-    same = all(serves(query, one) for one in (key, value)) and key.shape[1] == value.shape[1]
+    same = all(shares_heads(query, one) for one in (key, value)) and key.shape[1] == value.shape[1]
     grouped = op.get("enable_gqa") is True and dims == 4 and q[0] == k[0] == v[0] and k[1] == v[1]
     if not (same or grouped):
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands of {q}, {k} and {v} are broadcast")

@@ -44,7 +44,7 @@ def by_groups(node: fx.Node) -> Steps:
     return FIRST if alike else GROUPS
 
 
-def serves(query: View, shared: View) -> bool:
+def shares_heads(query: View, shared: View) -> bool:
     """Whether keys or values have as many heads as the queries, or one for all, or one for each group of theirs."""
     (batch, heads), (other, kv_heads) = query.shape[:2], shared.shape[:2]
     if batch != other or kv_heads in (1, heads):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from sparsecomp.passes.attention.products import outer_product, scores_of
-from sparsecomp.passes.attention.site import AttentionSite, Mask, Steps, View, serves
+from sparsecomp.passes.attention.site import AttentionSite, Mask, Steps, View, shares_heads
 from sparsecomp.passes.engine.rule import Refusal, Why, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of, shape_of
 from sparsecomp.passes.graph.operators import Trait
@@ -74,7 +74,7 @@ def _site(walk: _Walk, mask: Mask, operands: tuple[View, View], value: View, bac
     if walk.problem:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=walk.problem)
     q, k, v = (one.shape for one in every)
-    shared = all(serves(operands[0], one) for one in (operands[1], value)) and k[1] == v[1]
+    shared = all(shares_heads(operands[0], one) for one in (operands[1], value)) and k[1] == v[1]
     if not shared or k[2] != v[2] or q[3] != k[3]:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its operands of {q}, {k} and {v} are broadcast")
     scale = walk.scale * (walk.cap or 1.0)

@@ -1,0 +1,143 @@
+"""`F.multi_head_attention_forward`, which `nn.MultiheadAttention` and the layers of `nn.Transformer` call, written out.
+
+Dynamo leaves it one call, in which no rule sees an attention with a mask. Written out as torch computes it, its
+projections and `F.scaled_dot_product_attention` are calls like any other; the mask of padding keeps one row for all
+heads of a sequence, which torch copies for each.
+"""
+
+import inspect
+import logging
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from sparsecomp import _compat
+from sparsecomp.passes.engine.rule import call, new_meta
+from sparsecomp.passes.graph.canonicalize import example_of
+
+log = logging.getLogger("sparsecomp")
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+_LEFT = ("bias_k", "bias_v", "static_k", "static_v")
+
+
+def write_out_masked_attention(gm: fx.GraphModule) -> None:
+    """Write out the calls with a mask whose weights nobody asks for; one that fails stays as it is."""
+    calls = [node for node in gm.graph.nodes if node.target is F.multi_head_attention_forward]
+    if not calls:
+        return
+    with _compat.autocast_followed() as follow:
+        for node in list(gm.graph.nodes):
+            follow(node)
+            if node in calls:
+                _try(node)
+
+
+def _try(node: fx.Node) -> None:
+    before = node.prev
+    try:
+        given = _SIGNATURE.bind(*node.args, **node.kwargs)
+        given.apply_defaults()
+        attention = _Attention(node, given.arguments)
+        if attention.is_plain:
+            attention.write_out()
+    except Exception:
+        log.warning("%s stays one call, since to write it out failed", node.name, exc_info=True)
+        while node.prev is not before:
+            node.graph.erase_node(node.prev)
+
+
+class _Attention:
+    """One call, with its arguments by name."""
+
+    def __init__(self, node: fx.Node, given: dict[str, Any]) -> None:
+        self.node, self.given = node, given
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has a mask, gives no weights, and has none of the additions that few know."""
+        g = self.given
+        masked = g["key_padding_mask"] is not None or (g["attn_mask"] is not None and not g["is_causal"])
+        few = not (g["need_weights"] or g["add_zero_attn"]) and all(g[name] is None for name in _LEFT)
+        shapes = [example_of(g[name]).shape for name in ("query", "key", "value")]
+        static = all(len(shape) == 3 and all(type(size) is int for size in shape) for shape in shapes)
+        read = [user.args[1:] for user in self.node.users if user.target is operator.getitem]
+        return masked and few and static and len(read) == len(self.node.users) and all(one == (0,) for one in read)
+
+    def write_out(self) -> None:
+        """Put other calls in the place of this one."""
+        g, (tokens, batch, width) = self.given, example_of(self.given["query"]).shape
+        heads, keys = g["num_heads"], example_of(g["key"]).shape[0]
+        q, k, v = (
+            self.then(Tensor.permute, self.then(Tensor.view, one, length, batch, heads, width // heads), (1, 2, 0, 3))
+            for one, length in zip(self.projected(), (tokens, keys, keys), strict=True)
+        )
+        dropout = g["dropout_p"] if g["training"] else 0.0
+        mask = self.mask(batch, heads, tokens, keys)
+        out = self.then(F.scaled_dot_product_attention, q, k, v, mask, dropout)
+        out = self.then(Tensor.flatten, self.then(Tensor.permute, out, (2, 0, 1, 3)), 2)
+        out = self.then(F.linear, out, g["out_proj_weight"], g["out_proj_bias"])
+        right, found = self.node.meta["example_value"][0], example_of(out)
+        if (found.shape, found.dtype) != (right.shape, right.dtype):
+            raise AssertionError(f"{tuple(found.shape)} of {found.dtype}, not {tuple(right.shape)} of {right.dtype}")
+        for user in list(self.node.users):
+            user.replace_all_uses_with(out)
+            self.node.graph.erase_node(user)
+        self.node.graph.erase_node(self.node)
+
+    def projected(self) -> list[fx.Node]:
+        """Queries, keys and values."""
+        g, of_all = self.given, self.given["in_proj_weight"]
+        given = [g[name] for name in ("query", "key", "value")]
+        bias = g["in_proj_bias"]
+        if not g["use_separate_proj_weight"] and given[0] is given[1] is given[2]:
+            every = self.then(F.linear, given[0], of_all, bias)
+            return self.thirds(every, -1)
+        if g["use_separate_proj_weight"]:
+            weights = [g[name] for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight")]
+        else:
+            weights = self.thirds(of_all)
+        biases = [None] * 3 if bias is None else self.thirds(bias)
+        return [self.then(F.linear, *one) for one in zip(given, weights, biases, strict=True)]
+
+    def thirds(self, one: fx.Node, dim: int = 0) -> list[fx.Node]:
+        """Three equal parts."""
+        parts = self.then(Tensor.chunk, one, 3, dim)
+        return [self.then(operator.getitem, parts, place) for place in range(3)]
+
+    def mask(self, batch: int, heads: int, tokens: int, keys: int) -> fx.Node:
+        """What is added to the scores (batch, heads, tokens, keys)."""
+        padding, mask = self.given["key_padding_mask"], self.given["attn_mask"]
+        if padding is not None:
+            padding = self.then(Tensor.view, self.numbers(padding), batch, 1, 1, keys)
+        if mask is None:
+            return padding
+        mask = self.numbers(mask)
+        by_head = example_of(mask).dim() == 3
+        mask = self.then(Tensor.view, mask, *((batch, heads) if by_head else (1, 1)), tokens, keys)
+        return mask if padding is None else self.then(torch.add, mask, padding)
+
+    def numbers(self, mask: fx.Node) -> fx.Node:
+        """A mask whose booleans, True for what is dropped, are made numbers."""
+        if example_of(mask).dtype is not torch.bool:
+            return mask
+        zeros = self.then(torch.zeros_like, mask, dtype=example_of(self.given["query"]).dtype)
+        return self.then(Tensor.masked_fill, zeros, mask, -torch.inf)
+
+    def then(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """The next call, with its example."""
+        with self.node.graph.inserting_before(self.node):
+            node = call(self.node.graph, self.node, target, *args)
+        node.kwargs, node.meta = kwargs, new_meta(self.node)
+        node.meta["example_value"] = example = _compat.propagate_fakes(node)
+        if torch.is_grad_enabled() and any(map(_wants_gradient, (other.meta["example_value"] for other in
+                                                                 node.all_input_nodes))):  # fmt: skip
+            for one in example if isinstance(example, tuple | list) else (example,):
+                one.requires_grad_()
+        return node
+
+
+def _wants_gradient(example: Any) -> bool:
+    return any(map(_wants_gradient, example)) if isinstance(example, tuple | list) else example.requires_grad
