@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from sparsecomp.passes.attention.number import number_of
 from sparsecomp.passes.attention.products import outer_product, scores_of
 from sparsecomp.passes.attention.site import AttentionSite, Mask, Steps, View, shares_heads
 from sparsecomp.passes.engine.rule import Refusal, Why, refuse
@@ -142,22 +143,19 @@ def _casts(op: CanonicalOp) -> bool:
 def _scaled(op: CanonicalOp) -> tuple[fx.Node, float] | None:
     """What is multiplied by a number, and the number."""
     one, other = op.input, op.get("other")
-    if op.name == "mul" and isinstance(other, fx.Node) and isinstance(one, int | float):
+    if op.name == "mul" and number_of(one) is not None:
         one, other = other, one
-    if op.name not in ("mul", "div") or op.get("rounding_mode") is not None:
+    number = number_of(other)
+    if op.name not in ("mul", "div") or op.get("rounding_mode") is not None or not isinstance(one, fx.Node):
         return None
-    if not isinstance(one, fx.Node) or not isinstance(other, int | float) or not other:
-        return None
-    return one, 1 / other if op.name == "div" else float(other)
+    return (one, 1 / number if op.name == "div" else number) if number else None
 
 
 def _masked(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
     """The scores before a mask, and the mask."""
     if op.name == "masked_fill" and isinstance(op.get("mask"), fx.Node) and isinstance(op.input, fx.Node):
-        value = op.get("value")
-        if not isinstance(value, int | float):
-            return None
-        return op.input, Mask(op.get("mask"), "drop", op.node, float(value))
+        value = number_of(op.get("value"))
+        return None if value is None else (op.input, Mask(op.get("mask"), "drop", op.node, value))
     if op.name == "where":
         return _chosen(op)
     one, other = op.input, op.get("other")
@@ -173,10 +171,11 @@ def _chosen(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
     condition, one, other = op.get("condition"), op.get("input"), op.get("other")
     if not isinstance(condition, fx.Node):
         return None
-    if isinstance(one, fx.Node) and isinstance(other, int | float):
-        return one, Mask(condition, "keep", op.node, float(other))
-    if isinstance(other, fx.Node) and isinstance(one, int | float):
-        return other, Mask(condition, "drop", op.node, float(one))
+    kept, dropped = number_of(one), number_of(other)
+    if isinstance(one, fx.Node) and dropped is not None:
+        return one, Mask(condition, "keep", op.node, dropped)
+    if isinstance(other, fx.Node) and kept is not None:
+        return other, Mask(condition, "drop", op.node, kept)
     return None
 
 

@@ -122,6 +122,18 @@ def added_in_front(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Mo
     return (bias + (q * 0.3) @ k.transpose(-1, -2)).softmax(-1) @ v
 
 
+def of_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -> Tensor:
+    scores = q @ k.transpose(-1, -2)
+    scores = scores / torch.full([], v.size(-1) ** 0.5, dtype=scores.dtype, device=scores.device)
+    least = torch.full([], torch.finfo(scores.dtype).min, dtype=scores.dtype, device=scores.device)
+    return torch.where(mask, scores.to(scores.dtype), least).softmax(-1) @ v
+
+
+def of_roots(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -> Tensor:
+    scores = torch.matmul(q, k.mT) / torch.sqrt(torch.tensor(k.size(-1), dtype=torch.float32))
+    return scores.masked_fill(~mask, torch.tensor(-math.inf)).softmax(-1) @ v
+
+
 def einsums(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: nn.Module) -> Tensor:
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 0.25
@@ -150,6 +162,6 @@ BY_HAND: dict[str, Callable[..., Tensor]] = {
     one.__name__: one
     for one in (
         filled, filled_in_place, chosen, chosen_the_other_way, added, added_in_front, einsums, einsums_swapped, capped,
-        batches,
+        batches, of_tensors, of_roots,
     )
 }  # fmt: skip

@@ -214,3 +214,25 @@ def test_layers_that_read_a_mask_one_after_another_only_read_it() -> None:
     _, report = rewritten(shared_and_built_in_place, *operands(), strict=True)
     assert [one.rewritten for one in report.sites if one.rule == "block_attention"] == [True] * 3
     becomes(shared_and_built_in_place, True)
+
+
+def scale_written_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scale = torch.full([], 4.0)
+    scale.mul_(2)
+    return (q @ k.mT / scale).masked_fill(~mask, -torch.inf).softmax(-1) @ v
+
+
+def view_of_a_scale_written_to(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scale = torch.tensor(4.0)
+    scale.view(1).add_(2)
+    return torch.where(mask, q @ k.mT * scale, -torch.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("attend", [scale_written_to, view_of_a_scale_written_to])
+def test_a_number_that_is_written_to_is_not_read_instead(attend: Callable[..., Tensor]) -> None:
+    mask = by_tril(40)
+    q, k, v = (torch.randn(1, 2, 40, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    with torch.no_grad():
+        found, report = rewritten(attend, q, k, v, mask, strict=True)
+    assert not any(one.rewritten for one in report.sites if one.rule == "block_attention")
+    torch.testing.assert_close(found, attend(q, k, v, mask))
