@@ -18,6 +18,7 @@ from sparsecomp import _compat
 from sparsecomp.errors import RuleError
 from sparsecomp.lowering.tuning.ceilings import Target
 from sparsecomp.options import Options
+from sparsecomp.passes.attention.merged_masks import merge_masks
 from sparsecomp.passes.attention.multi_head import write_out_masked_attention
 from sparsecomp.passes.engine.location import user_location
 from sparsecomp.passes.engine.rule import TAG, Context, Density, Plan, Refusal, Rule, Why, module_path, refuse
@@ -63,6 +64,7 @@ def run_rules(
     ran = tuple(enabled(options) if rules is None else rules)
     if not eager and any(rule.name in _OF_ATTENTION for rule in ran):
         write_out_masked_attention(gm)
+        merge_masks(gm)
     report = Report(disabled=tuple(rule.name for rule in RULES if rule not in ran) if rules is None else ())
     for node, value in (values or {}).items():
         if told := told_of(value):

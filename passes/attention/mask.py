@@ -24,7 +24,7 @@ from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.masked.formula import Formula, computed_by, is_parameter, is_pure, writes_elsewhere
 from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, FULL, SURELY_ZERO, AttentionBlocks, blocks_of
 
-_OF_NUMBERS = frozenset({
+OF_NUMBERS = frozenset({
     "arange", "eye", "linspace", "cat", "stack", "cumsum", "diff", "outer", "searchsorted", "any", "all", "sum",
     "mod", "remainder",
 })  # fmt: skip
@@ -175,7 +175,7 @@ def _is_causal(kept: Tensor) -> bool:
 
 def _is_known(node: fx.Node) -> bool:
     op = op_of(node)
-    return is_pure(node) or (op is not None and op.out is None and op.module is None and op.name in _OF_NUMBERS)
+    return is_pure(node) or (op is not None and op.out is None and op.module is None and op.name in OF_NUMBERS)
 
 
 def _may_write(user: fx.Node, node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from sparsecomp import _compat
-from sparsecomp.passes.engine.rule import call, new_meta
+from sparsecomp.passes.attention.inserted import inserted
 from sparsecomp.passes.graph.canonicalize import example_of
 
 log = logging.getLogger("sparsecomp")
@@ -110,8 +110,7 @@ class _Attention:
     def mask(self, batch: int, heads: int, tokens: int, keys: int) -> fx.Node:
         """What is added to the scores (batch, heads, tokens, keys)."""
         padding, mask = self.given["key_padding_mask"], self.given["attn_mask"]
-        if padding is not None:
-            padding = self.then(Tensor.view, self.numbers(padding), batch, 1, 1, keys)
+        padding = padding and self.then(Tensor.view, self.numbers(padding), batch, 1, 1, keys)
         if mask is None:
             return padding
         mask = self.numbers(mask)
@@ -128,16 +127,4 @@ class _Attention:
 
     def then(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """The next call, with its example."""
-        with self.node.graph.inserting_before(self.node):
-            node = call(self.node.graph, self.node, target, *args)
-        node.kwargs, node.meta = kwargs, new_meta(self.node)
-        node.meta["example_value"] = example = _compat.propagate_fakes(node)
-        if torch.is_grad_enabled() and any(map(_wants_gradient, (other.meta["example_value"] for other in
-                                                                 node.all_input_nodes))):  # fmt: skip
-            for one in example if isinstance(example, tuple | list) else (example,):
-                one.requires_grad_()
-        return node
-
-
-def _wants_gradient(example: Any) -> bool:
-    return any(map(_wants_gradient, example)) if isinstance(example, tuple | list) else example.requires_grad
+        return inserted(self.node, target, *args, **kwargs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from sparsecomp.passes.attention.number import number_of
+from sparsecomp.passes.attention.one_number import one_number
 from sparsecomp.passes.attention.products import outer_product, scores_of
 from sparsecomp.passes.attention.site import AttentionSite, Mask, Steps, View, shares_heads
 from sparsecomp.passes.engine.rule import Refusal, Why, refuse
@@ -143,9 +143,9 @@ def _casts(op: CanonicalOp) -> bool:
 def _scaled(op: CanonicalOp) -> tuple[fx.Node, float] | None:
     """What is multiplied by a number, and the number."""
     one, other = op.input, op.get("other")
-    if op.name == "mul" and number_of(one) is not None:
+    if op.name == "mul" and one_number(one) is not None:
         one, other = other, one
-    number = number_of(other)
+    number = one_number(other)
     if op.name not in ("mul", "div") or op.get("rounding_mode") is not None or not isinstance(one, fx.Node):
         return None
     return (one, 1 / number if op.name == "div" else number) if number else None
@@ -154,7 +154,7 @@ def _scaled(op: CanonicalOp) -> tuple[fx.Node, float] | None:
 def _masked(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
     """The scores before a mask, and the mask."""
     if op.name == "masked_fill" and isinstance(op.get("mask"), fx.Node) and isinstance(op.input, fx.Node):
-        value = number_of(op.get("value"))
+        value = one_number(op.get("value"))
         return None if value is None else (op.input, Mask(op.get("mask"), "drop", op.node, value))
     if op.name == "where":
         return _chosen(op)
@@ -171,7 +171,7 @@ def _chosen(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
     condition, one, other = op.get("condition"), op.get("input"), op.get("other")
     if not isinstance(condition, fx.Node):
         return None
-    kept, dropped = number_of(one), number_of(other)
+    kept, dropped = one_number(one), one_number(other)
     if isinstance(one, fx.Node) and dropped is not None:
         return one, Mask(condition, "keep", op.node, dropped)
     if isinstance(other, fx.Node) and kept is not None:

@@ -137,8 +137,9 @@ def _reference_gradients(grads, x, states, starts, parameters, numbers, step, wa
 def _differentiated(grads, x, states, starts, parameters, numbers, step):
     """As `neuron_gradients`, for torch to differentiate again."""
     # views: of what is made of one another, or is one tensor, each gradient would be that of all
-    given = [None if one is None else one.view_as(one) for one in (x, *states, *parameters)]
-    x, states, parameters = given[0], given[1 : 1 + len(states)], given[1 + len(states) :]
+    x, parameters = x.view_as(x), [one.view_as(one) for one in parameters]
+    states = [None if one is None else one.view_as(one) for one in states]
+    given = [x, *states, *parameters]
     outs = trained_reference(x, states, starts, parameters, numbers, step)
     some = [(out, grad) for out, grad in zip(outs, grads, strict=True) if out.requires_grad]
     inputs = [one for one in given if one is not None and one.requires_grad]

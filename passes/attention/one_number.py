@@ -12,7 +12,7 @@ _MADE = ("tensor", "scalar_tensor", "full")
 _ROOTS = {"sqrt": 0.5, "rsqrt": -0.5}
 
 
-def number_of(value: object) -> float | None:
+def one_number(value: object) -> float | None:
     """The number that a value is, rounded as its tensor holds it; None if it is none, or may be written to."""
     if isinstance(value, int | float):
         return float(value)
@@ -30,7 +30,7 @@ def _number(op: CanonicalOp) -> float | None:
     if op.name in _MADE:
         data = op.get("data", op.get("fill_value"))
         return float(data) if isinstance(data, int | float) else None
-    inner = number_of(op.input) if op.name in _ROOTS or op.has(Trait.CAST) else None
+    inner = one_number(op.input) if op.name in _ROOTS or op.has(Trait.CAST) else None
     if inner is None or op.name not in _ROOTS:
         return inner
     return inner ** _ROOTS[op.name] if inner > 0 else math.nan

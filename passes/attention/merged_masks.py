@@ -1,0 +1,128 @@
+"""Scores that are masked twice in a row, such as by what is causal and by padding, are masked once, by both masks.
+
+So the rules see one mask. It is as exact as what was written: a score becomes the same number by either mask, or each
+adds 0 or a number beside which nothing is left of a score.
+"""
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from sparsecomp.passes.attention.inserted import inserted
+from sparsecomp.passes.attention.mask import OF_NUMBERS
+from sparsecomp.passes.attention.mask_of_numbers import is_mask_of_numbers
+from sparsecomp.passes.attention.one_number import one_number
+from sparsecomp.passes.graph.canonicalize import example_of, op_of, shape_of
+from sparsecomp.passes.graph.operators import Trait
+
+log = logging.getLogger("sparsecomp")
+
+
+class _Masking(NamedTuple):
+    """A call that masks scores.
+
+    Attributes:
+        scores: what it masks.
+        mask: of booleans, or of numbers that are added.
+        use: "keep", "drop" or "add".
+        fill: what dropped scores become.
+    """
+
+    scores: fx.Node
+    mask: fx.Node
+    use: str
+    fill: float = 0.0
+
+
+def merge_masks(gm: fx.GraphModule) -> None:
+    """Merge each mask of scores with the one before it, if nobody reads what lies between, and nothing is in place."""
+    for node in list(gm.graph.nodes):
+        outer = _masking(node) if _is_for_softmax(node) else None
+        while outer is not None and (inner := _masking(outer.scores)) is not None:
+            if not _may_merge(node, outer, inner):
+                break
+            outer = _merged(node, outer, inner)
+
+
+def _is_for_softmax(node: fx.Node) -> bool:
+    """Whether the one reader is a softmax, maybe behind a cast or a scale."""
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        op = op_of(node)
+        if op is None or op.name == "softmax":
+            return op is not None
+        scales = op.name in ("mul", "div") and one_number(op.get("other")) is not None
+        if not (scales or op.is_identity or op.has(Trait.CAST)):
+            return False
+    return False
+
+
+def _masking(node: fx.Node) -> _Masking | None:
+    op = op_of(node)
+    if op is None or op.inplace or op.out is not None or op.module is not None:
+        return None
+    if op.name == "masked_fill":
+        fill = one_number(op.get("value"))
+        found = None if fill is None else (op.input, op.get("mask"), "drop", fill)
+    elif op.name == "where":
+        kept, dropped = one_number(op.get("input")), one_number(op.get("other"))
+        if dropped is not None:
+            found = (op.get("input"), op.get("condition"), "keep", dropped)
+        else:
+            found = None if kept is None else (op.get("other"), op.get("condition"), "drop", kept)
+    elif op.name == "add" and op.get("alpha") in (1, None):
+        found = (op.input, op.get("other"), "add", 0.0)
+    else:
+        found = None
+    masked = None if found is None or not all(isinstance(one, fx.Node) for one in found[:2]) else _Masking(*found)
+    # a mask is no broader than what it masks
+    return masked if masked is not None and shape_of(masked.scores) == shape_of(node) else None
+
+
+def _may_merge(node: fx.Node, outer: _Masking, inner: _Masking) -> bool:
+    between = outer.scores
+    examples = [example_of(one) for one in (inner.scores, between, node, outer.mask, inner.mask)]
+    if list(between.users) != [node] or any(not isinstance(one, Tensor) for one in examples):
+        return False
+    if len({one.dtype for one in examples[:3]}) > 1 or _something_in_place(between, node):
+        return False
+    if outer.use == inner.use == "add":
+        return all(is_mask_of_numbers(one.mask, between) for one in (outer, inner))
+    booleans = all(one.dtype is torch.bool for one in examples[3:])
+    return booleans and "add" not in (outer.use, inner.use) and outer.fill == inner.fill
+
+
+def _something_in_place(first: fx.Node, last: fx.Node) -> bool:
+    """Whether a call between two may write to something, or switches how calls are computed."""
+    node = first.next
+    while node is not last:
+        op = op_of(node)
+        known = op is not None and (op.known or op.name in OF_NUMBERS)
+        if op is None or not known or op.inplace or op.out is not None or op.record.update is not None:
+            return True
+        node = node.next
+    return False
+
+
+def _merged(node: fx.Node, outer: _Masking, inner: _Masking) -> _Masking | None:
+    """Have a call mask by both masks; None, with everything as it was, where that fails."""
+    before = node.prev
+    try:
+        if outer.use == "add":
+            mask = inserted(node, torch.add, inner.mask, outer.mask)
+            node.args, node.kwargs = (inner.scores, mask), {}
+        else:
+            dropped = [one.mask if one.use == "drop" else inserted(node, torch.logical_not, one.mask)
+                       for one in (inner, outer)]  # fmt: skip
+            mask = inserted(node, torch.logical_or, *dropped)
+            node.op, node.target = "call_method", "masked_fill"
+            node.args, node.kwargs = (inner.scores, mask, outer.fill), {}
+    except Exception:
+        log.warning("%s stays masked twice, since to merge its masks failed", node.name, exc_info=True)
+        while node.prev is not before:
+            node.graph.erase_node(node.prev)
+        return None
+    node.graph.erase_node(outer.scores)
+    return _masking(node)
