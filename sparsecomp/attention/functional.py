@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsecomp.attention.choice import AttentionChoice
 from sparsecomp.attention.pattern import AttentionPattern, pattern_of
-from sparsecomp.errors import ConfigError, MaskError
+from sparsecomp.errors import ConfigError, FormatError, MaskError
 from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.attention.element_attention import element_attention
 from sparsecomp.ops.attention.mask_scan import scanned_blocks
@@ -55,6 +55,8 @@ def attention(
             shape, or an impossible block.
         FormatError: operands that do not belong together.
     """
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise FormatError("operands are nested: sparsecomp.attention.packed_attention takes nested tensors")
     if isinstance(pattern, Tensor) or dropout:
         how = _by_blocks(by)
     else:
