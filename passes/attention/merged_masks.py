@@ -14,7 +14,7 @@ from sparsecomp.passes.attention.inserted import inserted
 from sparsecomp.passes.attention.mask import OF_NUMBERS
 from sparsecomp.passes.attention.mask_of_numbers import is_mask_of_numbers
 from sparsecomp.passes.attention.one_number import one_number
-from sparsecomp.passes.graph.canonicalize import example_of, op_of, shape_of
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of, shape_of
 from sparsecomp.passes.graph.operators import Trait
 
 log = logging.getLogger("sparsecomp")
@@ -86,7 +86,7 @@ def _may_merge(node: fx.Node, outer: _Masking, inner: _Masking) -> bool:
     examples = [example_of(one) for one in (inner.scores, between, node, outer.mask, inner.mask)]
     if list(between.users) != [node] or any(not isinstance(one, Tensor) for one in examples):
         return False
-    if len({one.dtype for one in examples[:3]}) > 1 or _something_in_place(between, node):
+    if len({one.dtype for one in examples[:3]}) > 1 or something_in_place(between, node):
         return False
     if outer.use == inner.use == "add":
         return all(is_mask_of_numbers(one.mask, between) for one in (outer, inner))
@@ -94,16 +94,20 @@ def _may_merge(node: fx.Node, outer: _Masking, inner: _Masking) -> bool:
     return booleans and "add" not in (outer.use, inner.use) and outer.fill == inner.fill
 
 
-def _something_in_place(first: fx.Node, last: fx.Node) -> bool:
+def something_in_place(first: fx.Node, last: fx.Node) -> bool:
     """Whether a call between two may write to something, or switches how calls are computed."""
     node = first.next
     while node is not last:
-        op = op_of(node)
-        known = op is not None and (op.known or op.name in OF_NUMBERS)
-        if op is None or not known or op.inplace or op.out is not None or op.record.update is not None:
+        if node.op not in ("placeholder", "get_attr") and not _only_computes(op_of(node)):
             return True
         node = node.next
     return False
+
+
+def _only_computes(op: CanonicalOp | None) -> bool:
+    if op is None or not (op.known or op.name in OF_NUMBERS):
+        return False
+    return not op.inplace and op.out is None and op.record.update is None
 
 
 def _merged(node: fx.Node, outer: _Masking, inner: _Masking) -> _Masking | None:

@@ -16,7 +16,9 @@ from torch import Tensor, fx
 
 from sparsecomp import _compat
 from sparsecomp.passes.attention.inserted import inserted
-from sparsecomp.passes.graph.canonicalize import example_of
+from sparsecomp.passes.attention.merged_masks import something_in_place
+from sparsecomp.passes.attention.one_number import one_number
+from sparsecomp.passes.graph.canonicalize import example_of, op_of
 
 log = logging.getLogger("sparsecomp")
 _SIGNATURE = inspect.signature(F.multi_head_attention_forward)
@@ -28,32 +30,49 @@ def write_out_masked_attention(gm: fx.GraphModule) -> None:
     calls = [node for node in gm.graph.nodes if node.target is F.multi_head_attention_forward]
     if not calls:
         return
+    masks: dict[tuple[object, ...], fx.Node] = {}
     with _compat.autocast_followed() as follow:
         for node in list(gm.graph.nodes):
             follow(node)
             if node in calls:
-                _try(node)
+                _try(node, masks)
 
 
-def _try(node: fx.Node) -> None:
+def _try(node: fx.Node, masks: dict[tuple[object, ...], fx.Node]) -> None:
     before = node.prev
     try:
         given = _SIGNATURE.bind(*node.args, **node.kwargs)
         given.apply_defaults()
-        attention = _Attention(node, given.arguments)
+        attention = _Attention(node, given.arguments, masks)
         if attention.is_plain:
             attention.write_out()
     except Exception:
         log.warning("%s stays one call, since to write it out failed", node.name, exc_info=True)
+        masks.clear()
         while node.prev is not before:
             node.graph.erase_node(node.prev)
 
 
-class _Attention:
-    """One call, with its arguments by name."""
+def _dropped_by(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The booleans, True for what is dropped, by which a layer made a mask of -inf among zeros; None if it did not, or
+    something may be written to before the mask is read."""
+    example, op = example_of(mask), op_of(mask)
+    if example.dtype is torch.bool:
+        return mask
+    if op is None or op.name != "masked_fill" or one_number(op.get("value")) != -torch.inf:
+        return None
+    zeros, dropped = op_of(op.input), op.get("mask")
+    if zeros is None or zeros.name not in ("zeros", "zeros_like") or example_of(dropped).dtype is not torch.bool:
+        return None
+    alone = list(zeros.node.users) == [mask] and example_of(dropped).shape == example.shape
+    return dropped if alone and not something_in_place(mask, reader) else None
 
-    def __init__(self, node: fx.Node, given: dict[str, Any]) -> None:
-        self.node, self.given = node, given
+
+class _Attention:
+    """One call, with its arguments by name, and the masks that were made for others."""
+
+    def __init__(self, node: fx.Node, given: dict[str, Any], masks: dict[tuple[object, ...], fx.Node]) -> None:
+        self.node, self.given, self.masks = node, given, masks
 
     @property
     def is_plain(self) -> bool:
@@ -75,7 +94,11 @@ class _Attention:
             for one, length in zip(self.projected(), (tokens, keys, keys), strict=True)
         )
         dropout = g["dropout_p"] if g["training"] else 0.0
-        mask = self.mask(batch, heads, tokens, keys)
+        sizes = (batch, heads, tokens, keys)
+        which = (g["key_padding_mask"], g["attn_mask"], example_of(g["query"]).dtype, *sizes)
+        known = self.masks.get(which)
+        mask = self.mask(*sizes) if known is None or something_in_place(known, self.node) else known
+        self.masks[which] = mask
         out = self.then(F.scaled_dot_product_attention, q, k, v, mask, dropout)
         out = self.then(Tensor.flatten, self.then(Tensor.permute, out, (2, 0, 1, 3)), 2)
         out = self.then(F.linear, out, g["out_proj_weight"], g["out_proj_bias"])
@@ -108,15 +131,19 @@ class _Attention:
         return [self.then(operator.getitem, parts, place) for place in range(3)]
 
     def mask(self, batch: int, heads: int, tokens: int, keys: int) -> fx.Node:
-        """What is added to the scores (batch, heads, tokens, keys)."""
+        """What is added to the scores (batch, heads, tokens, keys), or which of them are kept."""
         padding, mask = self.given["key_padding_mask"], self.given["attn_mask"]
-        padding = padding and self.then(Tensor.view, self.numbers(padding), batch, 1, 1, keys)
-        if mask is None:
-            return padding
-        mask = self.numbers(mask)
-        by_head = example_of(mask).dim() == 3
-        mask = self.then(Tensor.view, mask, *((batch, heads) if by_head else (1, 1)), tokens, keys)
-        return mask if padding is None else self.then(torch.add, mask, padding)
+        given = [one for one in (padding, mask) if one is not None]
+        dropped = [found for one in given if (found := _dropped_by(one, self.node)) is not None]
+        booleans = len(dropped) == len(given)
+        found = dropped if booleans else [self.numbers(one) for one in given]
+        if padding is not None:
+            found[0] = self.then(Tensor.reshape, found[0], batch, 1, 1, keys)
+        if mask is not None:
+            leading = (batch, heads) if example_of(mask).dim() == 3 else (1, 1)
+            found[-1] = self.then(Tensor.reshape, found[-1], *leading, tokens, keys)
+        joined = found[0] if len(found) == 1 else self.then(torch.logical_or if booleans else torch.add, *found)
+        return self.then(torch.logical_not, joined) if booleans else joined
 
     def numbers(self, mask: fx.Node) -> fx.Node:
         """A mask whose booleans, True for what is dropped, are made numbers."""

@@ -114,7 +114,7 @@ def test_the_padding_that_is_scanned_has_one_row_a_sequence() -> None:
     _, report = judged(case, tokens(), tokens())
     (scan,) = [line for line in report.graph_after.splitlines() if "scanned_mask.default(" in line]
     name = scan.split("scanned_mask.default(")[1].split(",")[0]
-    assert f'{name}: "f32[{BATCH}, 1, 1, {TOKENS}]"' in report.graph_after
+    assert f'{name}: "b8[{BATCH}, 1, 1, {TOKENS}]"' in report.graph_after
 
 
 LEFT: dict[str, tuple[nn.Module, Attend]] = {
@@ -160,3 +160,27 @@ def test_the_whole_compiler() -> None:
     found.square().sum().backward()
     right.square().sum().backward()
     torch.testing.assert_close(x.grad, again.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_booleans_that_are_written_to_before_the_mask_is_read_are_not_read_instead() -> None:
+    model = FOUND["padding"][0].train()
+    weights = (model.in_proj_weight, model.in_proj_bias, None, None, False, 0.0, model.out_proj.weight, None)
+
+    def attend(x: Tensor, dropped: Tensor) -> Tensor:
+        dropped, x = dropped.clone(), x.transpose(0, 1)
+        mask = torch.zeros_like(dropped, dtype=x.dtype).masked_fill_(dropped, -torch.inf)
+        dropped.logical_not_()
+        how = {"key_padding_mask": mask, "need_weights": False}
+        return F.multi_head_attention_forward(x, x, x, WIDTH, HEADS, *weights, **how)[0]  # pyright: ignore
+
+    found, report = rewritten(attend, tokens(), padding(), strict=True)
+    assert site(report, "block_attention").rewritten
+    torch.testing.assert_close(found, attend(tokens(), padding()), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_share_a_scan() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).train()
+    found, report = rewritten(lambda x, p: model(x, src_key_padding_mask=p), tokens(), padding(), strict=True)
+    assert report.graph_after.count("scanned_mask.default(") == 1
+    torch.testing.assert_close(found, model(tokens(), src_key_padding_mask=padding()), rtol=1e-4, atol=1e-5)
