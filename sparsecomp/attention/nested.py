@@ -31,14 +31,15 @@ class Jagged(NamedTuple):
         Raises:
             FormatError: another layout or order, or one with holes between its sequences.
         """
+        nested: Any = tensor
         jagged = tensor.is_nested and tensor.layout is torch.jagged
-        if not jagged or tensor.dim() != 4 or tensor.lengths() is not None:
+        if not jagged or tensor.dim() != 4 or nested.lengths() is not None:
             told = f"{tensor.dim()} dimensions, nested: {tensor.is_nested}, layout {tensor.layout}"
             raise FormatError(
                 f"an operand has {told}: beside a nested one each needs to be nested, in the layout torch.jagged and"
                 " without holes, of (batch, tokens, heads, depth) or (batch, heads, tokens, depth)"
             )
-        values, offsets = tensor.values(), tensor.offsets()
+        values, offsets = tensor.values(), nested.offsets()
         tokens_at = 1 if type(tensor.shape[1]) is not int else 2
         packed = values if tokens_at == 1 else values.transpose(0, 1)
         return cls(packed, offsets, tokens_at, tensor.shape[tokens_at])
