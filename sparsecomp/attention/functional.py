@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparsecomp.attention.choice import AttentionChoice
 from sparsecomp.attention.pattern import AttentionPattern, pattern_of
 from sparsecomp.errors import ConfigError, FormatError, MaskError
-from sparsecomp.ops.attention.block_attention import block_attention
+from sparsecomp.ops.attention.block_attention import attend_blocks
 from sparsecomp.ops.attention.element_attention import element_attention
 from sparsecomp.ops.attention.mask_scan import scanned_blocks
 from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks
@@ -31,8 +31,9 @@ def attention(
         query: (batch, heads, q_len, depth), floating, any strides.
         key: (batch, kv_heads, k_len, depth), where kv_heads divides heads: each serves so many heads in a row.
         value: (batch, kv_heads, k_len, v_depth).
-        pattern: or a bool mask that broadcasts to (batch, heads, q_len, k_len), True where a query attends to a key,
-            whose block lists are made on its device, without waiting for it.
+        pattern: or a mask that broadcasts to (batch, heads, q_len, k_len), whose block lists are made on its device,
+            without waiting for it: of bool, True where a query attends to a key, or floating, of numbers that are added
+            to scores, such as a bias by position, and of -inf where a query does not attend. These have no gradient.
         scale: of the scores; 1 / sqrt(depth) if None.
         softcap: c in scores of c · tanh(scale · query keyᵀ / c); 0 for none.
         alibi: (heads,) float32, without gradients: added to a score is the head's number times (position of the key -
@@ -66,12 +67,13 @@ def attention(
     if how == "elements":
         elements = pattern_of(pattern).kept_elements(*_lengths(query, key), query.device)
         return element_attention(query, key, value, elements, scale=scale, softcap=softcap, alibi=alibi)[0]
+    added = None
     if isinstance(pattern, Tensor):
-        blocks = _scanned(query, key, pattern, block)
+        blocks, added = _scanned(query, key, pattern, block)
     else:
         blocks = kept_blocks(query, key, pattern, block)
-    return block_attention(
-        query, key, value, blocks, scale=scale, softcap=softcap, alibi=alibi, dropout=dropout, seed=seed
+    return attend_blocks(
+        query, key, value, blocks, added, scale=scale, softcap=softcap, alibi=alibi, dropout=dropout, seed=seed
     )[0]
 
 
@@ -81,13 +83,25 @@ def _by_blocks(by: str) -> str:
     return "blocks"
 
 
-def _scanned(query: Tensor, key: Tensor, mask: Tensor, block: tuple[int, int]) -> AttentionBlocks:
-    if mask.dtype is not torch.bool or mask.dim() > 4 or mask.device != query.device:
+def _scanned(
+    query: Tensor, key: Tensor, mask: Tensor, block: tuple[int, int]
+) -> tuple[AttentionBlocks, Tensor | None]:
+    """The blocks of a mask, and what is added to scores."""
+    numbers, scores = mask.is_floating_point(), (*query.shape[:-1], key.shape[-2])
+    sizes = zip(reversed(mask.shape), reversed(scores), strict=False)
+    fits = mask.dim() <= len(scores) == 4 and all(one in (1, size) for one, size in sizes)
+    if not (numbers or mask.dtype is torch.bool) or not fits or mask.device != query.device:
         raise MaskError(
-            f"the mask is {tuple(mask.shape)} of {mask.dtype} on {mask.device}, needs one of torch.bool on"
-            f" {query.device} that broadcasts to (batch, heads, queries, keys)"
+            f"the mask is {tuple(mask.shape)} of {mask.dtype} on {mask.device}, needs one of torch.bool, or floating,"
+            f" on {query.device} that broadcasts to (batch, heads, queries, keys), here {scores}"
         )
-    return scanned_blocks(mask[(None,) * (4 - mask.dim())], query.shape[-2], key.shape[-2], block)
+    if numbers and mask.requires_grad and torch.is_grad_enabled():
+        raise MaskError("the mask requires a gradient, and has none here: detach it, or add it to scores by hand")
+    if mask.dtype is torch.float64 and query.dtype is not torch.float64:  # kernels add no doubles
+        mask = mask.float()
+    mask = mask[(None,) * (4 - mask.dim())]
+    blocks = scanned_blocks(mask, query.shape[-2], key.shape[-2], block)
+    return blocks, torch.ops.sparsecomp.levelled_mask.default(mask) if numbers else None
 
 
 def attention_choice(

@@ -55,6 +55,41 @@ def test_values_and_gradients_are_those_of_the_mask(name: str, lengths: tuple[in
         torch.testing.assert_close(one, other)
 
 
+def position_bias() -> Tensor:
+    """Of each head, by distance, and no key that is far behind; one query attends to nothing."""
+    distance = torch.arange(70)[:, None] - torch.arange(70)
+    bias = -torch.tensor([0.1, 0.5], dtype=torch.float64)[:, None, None] * distance.abs()
+    return bias.masked_fill((distance > 20) | (torch.arange(70) == 33)[:, None], -torch.inf)
+
+
+NUMBERS = {
+    "by position": position_bias, "of sequences": lambda: torch.where(
+        torch.arange(70) < torch.tensor([70, 9])[:, None], 0.0, -torch.inf
+    ).double()[:, None, None],
+    "of keys": lambda: torch.arange(70).double() * 0.01, "all": lambda: torch.full((1, 1), -torch.inf).double(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_are_added(name: str) -> None:
+    inputs, bias = operands(70, 70), NUMBERS[name]()
+    found, right = attention(*inputs, bias, block=(32, 64)), expected(*inputs, bias.expand(2, 2, 70, 70))
+    torch.testing.assert_close(found, right)
+    grads = [torch.autograd.grad(one.square().sum(), inputs) for one in (found, right)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_numbers_have_no_gradient_and_lie_where_the_query_does() -> None:
+    inputs = operands(70, 70, dtype=torch.float32)
+    with pytest.raises(MaskError, match="requires a gradient"):
+        attention(*inputs, position_bias().requires_grad_())
+    with pytest.raises(MaskError, match="broadcasts"):
+        attention(*inputs, torch.zeros(69))
+    right = expected(*inputs, position_bias().float().expand(2, 2, 70, 70))
+    torch.testing.assert_close(attention(*inputs, position_bias()), right, atol=1e-5, rtol=1e-4)
+
+
 def test_fewer_heads_of_keys() -> None:
     inputs = operands(64, 64, heads=4, kv_heads=2)
     right = expected(*inputs, causal().to_dense(64))
@@ -137,7 +172,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(PatternError, match="no pattern"):
         attention(q, k, v, "causal")  # pyright: ignore[reportArgumentType]
     with pytest.raises(MaskError, match=r"needs one of torch\.bool"):
-        attention(q, k, v, torch.ones(32, 32))
+        attention(q, k, v, torch.ones(32, 32).long())
     with pytest.raises(MaskError, match="needs"):
         attention(q, k, v, torch.ones(32, 31, dtype=torch.bool))
     with pytest.raises(MaskError):

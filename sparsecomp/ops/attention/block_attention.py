@@ -80,6 +80,16 @@ def block_attention(
         FormatError: operands that do not belong together, or an impossible chance.
         MaskError: blocks of other lengths, batch or heads.
     """
+    how = {"scale": scale, "softcap": softcap, "alibi": alibi, "dropout": dropout, "seed": seed}
+    return attend_blocks(q, k, v, blocks, None, **how)
+
+
+def attend_blocks(
+    q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, added: Tensor | None, *, scale: float | None,
+    softcap: float, alibi: Tensor | None, dropout: float, seed: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`block_attention`, with numbers that are added to scores, of which `scanned_blocks` made the blocks: by others,
+    blocks that are kept whole would not have theirs added."""
     kept = chances(dropout)
     if kept == ALWAYS:
         seed = None
@@ -96,7 +106,7 @@ def block_attention(
     if scale < 0:  # kernels look for the greatest score before they scale it
         q, scale = -q, -scale
     return torch.ops.sparsecomp.block_attention.default(
-        q, k, v, list(blocks[4:]), scale, float(softcap), alibi, None, seed, kept
+        q, k, v, list(blocks[4:]), scale, float(softcap), alibi, added, seed, kept
     )
 
 
