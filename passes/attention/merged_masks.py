@@ -16,6 +16,7 @@ from sparsecomp.passes.attention.mask_of_numbers import is_mask_of_numbers
 from sparsecomp.passes.attention.one_number import one_number
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of, shape_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.reference.attention.blocks import SURELY_ZERO
 
 log = logging.getLogger("sparsecomp")
 
@@ -90,8 +91,13 @@ def _may_merge(node: fx.Node, outer: _Masking, inner: _Masking) -> bool:
         return False
     if outer.use == inner.use == "add":
         return all(is_mask_of_numbers(one.mask, between) for one in (outer, inner))
-    booleans = all(one.dtype is torch.bool for one in examples[3:])
-    return booleans and "add" not in (outer.use, inner.use) and outer.fill == inner.fill
+    if "add" not in (outer.use, inner.use):
+        return outer.fill == inner.fill and all(one.dtype is torch.bool for one in examples[3:])
+    added, filled = (outer, inner) if outer.use == "add" else (inner, outer)
+    # scores that are replaced have no gradient, which numbers that are added would leave them
+    trained = torch.is_grad_enabled() and example_of(node).requires_grad
+    low = filled.fill <= SURELY_ZERO and example_of(filled.mask).dtype is torch.bool
+    return low and not trained and is_mask_of_numbers(added.mask, between)
 
 
 def something_in_place(first: fx.Node, last: fx.Node) -> bool:
@@ -110,13 +116,23 @@ def _only_computes(op: CanonicalOp | None) -> bool:
     return not op.inplace and op.out is None and op.record.update is None
 
 
+def _added(node: fx.Node, outer: _Masking, inner: _Masking) -> fx.Node:
+    """What adds to scores what two masks do, of which one may fill in a number beside which nothing is left of them."""
+    if outer.use == inner.use:
+        return inserted(node, torch.add, inner.mask, outer.mask)
+    added, filled = (outer, inner) if outer.use == "add" else (inner, outer)
+    low = inserted(node, torch.add, added.mask, filled.fill) if filled is inner else filled.fill
+    sides = (added.mask, low) if filled.use == "keep" else (low, added.mask)
+    return inserted(node, torch.where, filled.mask, *sides)
+
+
 def _merged(node: fx.Node, outer: _Masking, inner: _Masking) -> _Masking | None:
     """Have a call mask by both masks; None, with everything as it was, where that fails."""
     before = node.prev
     try:
-        if outer.use == "add":
-            mask = inserted(node, torch.add, inner.mask, outer.mask)
-            node.args, node.kwargs = (inner.scores, mask), {}
+        if "add" in (outer.use, inner.use):
+            node.args, node.kwargs = (inner.scores, _added(node, outer, inner)), {}
+            node.op, node.target = "call_function", torch.add
         else:
             dropped = [one.mask if one.use == "drop" else inserted(node, torch.logical_not, one.mask)
                        for one in (inner, outer)]  # fmt: skip

@@ -38,8 +38,14 @@ MERGED: dict[str, Masked] = {
     "added": lambda s, m: s + numbers(causal()) + numbers(m),
     "least numbers added": lambda s, m: s + torch.where(causal(), 0.0, LEAST) + (1.0 - m.float()) * LEAST,
 }  # fmt: skip
-APART: dict[str, Masked] = {
+MERGED_IN_INFERENCE: dict[str, Masked] = {
     "filled and added": lambda s, m: s.masked_fill(~causal(), -math.inf) + numbers(m),
+    "least numbers chosen and added": lambda s, m: torch.where(causal(), s, LEAST) + (1.0 - m.float()) * LEAST,
+    "added and filled": lambda s, m: (s + numbers(m)).masked_fill(~causal(), LEAST),
+    "added and chosen": lambda s, m: torch.where(causal(), s + torch.where(m, 0.0, LEAST), LEAST),
+}
+"""In training scores that are replaced have no gradient, where all of a query's are."""
+APART: dict[str, Masked] = {
     "other numbers": lambda s, m: s.masked_fill(~causal(), -math.inf).masked_fill(~m, -1e9),
     "a bias": lambda s, m: s + torch.arange(TOKENS).float() + numbers(m),
     "in place": lambda s, m: s.masked_fill_(~causal(), -math.inf).masked_fill_(~m, -math.inf),
@@ -67,6 +73,37 @@ def test_two_masks_are_one_to_the_rules(name: str) -> None:
     grads = [torch.autograd.grad(one.nansum(), operands) for one in (found, right)]
     for one, other in zip(*grads, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MERGED_IN_INFERENCE)
+def test_a_mask_that_fills_and_one_that_is_added_are_one_in_inference(name: str, dtype: torch.dtype) -> None:
+    """Queries of which nothing is left are among them: the one that is first attends to itself alone."""
+    function, mask = attend(MERGED_IN_INFERENCE[name]), there().clone()
+    mask[1, ..., :3] = False
+    operands = [one.detach().to(dtype) for one in given()]
+    if dtype is torch.bfloat16:  # numbers of float32 make scores of that
+        return _in_half_precision(name, operands, mask)
+    with torch.no_grad():
+        found, report = rewritten(function, *operands, mask, strict=True)
+        right = function(*operands, mask)
+    assert site(report, "block_attention").rewritten
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
+    operands = given()
+    found, report = rewritten(function, *operands, mask, strict=True)
+    assert not any(one.rewritten for one in report.sites if one.rule == "block_attention")
+
+
+def _in_half_precision(name: str, operands: list[Tensor], mask: Tensor) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        scores = MERGED_IN_INFERENCE[name]((q @ k.mT).float(), m)
+        return scores.softmax(-1).to(v.dtype) @ v
+
+    with torch.no_grad():
+        found, report = rewritten(function, *operands, mask, strict=True)
+        right = function(*operands, mask)
+    assert site(report, "block_attention").rewritten
+    torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", APART)
