@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparsecomp import ops
 from sparsecomp.attention import GlobalTokens, LocalWindow, packed_attention
-from sparsecomp.attention import attention as attention_by
 from sparsecomp.formats import BITMAP, BSR, COO, CSR, NARROW, NM
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.launch.launch import Launch
@@ -176,11 +175,9 @@ def added_attention(operands: list[Tensor], mask: Tensor) -> None:
 def long_attention(device: str) -> None:
     """Lists that are walked over in parts."""
     if device == "cuda":
-        from sparsecomp.lowering.attention.kernels import long_lists
-
-        long_lists.LONG = 128
         q, k, v = (torch.randn(1, 1, 8203, 16, device=device, requires_grad=True) for _ in range(3))
-        attention_by(q, k, v, GlobalTokens((3, 8200)) | LocalWindow(40, 40)).sum().backward()
+        blocks = (GlobalTokens((3, 8200)) | LocalWindow(40, 40)).to_blocks(8203, device=device)
+        ops.block_attention(q, k, v, blocks, in_parts=(True, True))[0].sum().backward()
 
 
 def sparse_tensor_cores(device: str) -> None:

@@ -1,15 +1,13 @@
 """Attention over long sequences: how its time grows with their length, and lists that are long beside the rest.
 
 The window of the first part keeps as many pairs of each token at any length. The second part has lists that hold every
-block beside short ones, which one program walks over whole, or several in parts. Times are of CUDA graph replays; lists
-are made before.
+block beside short ones, which one program walks over whole, or several in parts, and as `attention` chooses. Times are
+of CUDA graph replays; lists are made before.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,14 +18,14 @@ from bench.attention.ways import two_ways
 from bench.parallel import measured
 from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded, relative_error
-from sparsecomp.attention import AttentionBlocks, AttentionPattern, GlobalTokens, LocalWindow, big_bird, causal
-from sparsecomp.lowering.launch import dispatch
+from sparsecomp.attention import AttentionPattern, GlobalTokens, LocalWindow, attention, big_bird, causal
+from sparsecomp.lowering.attention.estimate import longest_lists
 from sparsecomp.ops import block_attention
 
 Row = dict[str, Any]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-_PARTS = 128
-"""Blocks of the longest list from which on lists are walked over in parts, where that is measured."""
+_LONG = 8192
+"""Tokens of a list from which on it is walked over in parts, where that is measured."""
 
 
 class Case(NamedTuple):
@@ -59,10 +57,6 @@ class Case(NamedTuple):
         made = [torch.randn((1, *shape, self.depth), generator=random, device="cuda", dtype=torch.bfloat16)
                 for shape in shapes]  # fmt: skip
         return [one.requires_grad_(at < 3) for at, one in enumerate(made)]
-
-    def blocks(self, side: int) -> AttentionBlocks:
-        """Our lists."""
-        return self.pattern.to_blocks(self.queries, self.keys, (side, side), "cuda")
 
 
 _TOKENS = (0, 1, 20_000)
@@ -110,34 +104,35 @@ def prepared(place: int) -> Callable[[], Row]:
     row: Row = {"place": place, "part": case.part, "case": case.name, "sizes": sizes, "ms": {}, "difference": {}}
     *operands, grad = case.operands()
     right: list[Tensor] = []
-    calls: list[tuple[str, int | None, Callable[[], Any], Callable[[], Any]]] = []
-    for name, least, make in _rivals(case):
-        guarded(row, name, partial(_prepare, row, (name, least), make, operands, grad, right, calls))
+    calls: list[tuple[str, Callable[[], Any], Callable[[], Any]]] = []
+    for name, make in _rivals(case):
+        guarded(row, name, partial(_prepare, row, name, make, operands, grad, right, calls))
     right.clear()
 
     def measure() -> Row:
-        for name, least, forward, both in calls:
-            with _split_from(least):
-                guarded(row, name, partial(_take, row, name, forward, both))
+        for name, forward, both in calls:
+            guarded(row, name, partial(_take, row, name, forward, both))
         return row
 
     return measure
 
 
-def _rivals(case: Case) -> Iterator[tuple[str, int | None, Callable[[], Attention]]]:
-    """By name, from which length on lists are split, and what makes each."""
+def _rivals(case: Case) -> Iterator[tuple[str, Callable[[], Attention]]]:
+    """By name, what makes each."""
     if case.mask is not None:
-        yield "flex", None, partial(_flex, case, case.mask)
+        yield "flex", partial(_flex, case, case.mask)
     for side in (64, 128):
-        yield f"ours {side}x{side}", None, partial(_ours, case, side)
+        yield f"ours {side}x{side}", partial(_ours, case, side, False)
     if case.part == "long lists":
         for side in (64, 128):
-            yield f"ours {side}x{side} in parts", _PARTS * 64 // side, partial(_ours, case, side)
+            yield f"ours {side}x{side} in parts", partial(_ours, case, side, True)
+    yield "attention", lambda: lambda q, k, v: attention(q, k, v, case.pattern)
 
 
-def _ours(case: Case, side: int) -> Attention:
-    blocks = case.blocks(side)
-    return lambda q, k, v: block_attention(q, k, v, blocks)[0]
+def _ours(case: Case, side: int, split: bool) -> Attention:
+    blocks = case.pattern.to_blocks(case.queries, case.keys, (side, side), "cuda")
+    of_queries, of_keys = (split and longest * side >= _LONG for longest in longest_lists(blocks))
+    return lambda q, k, v: block_attention(q, k, v, blocks, in_parts=(of_queries, of_keys))[0]
 
 
 def _flex(case: Case, mask_mod: MaskFunction) -> Attention:
@@ -149,32 +144,20 @@ def _flex(case: Case, mask_mod: MaskFunction) -> Attention:
 
 
 def _prepare(
-    row: Row, how: tuple[str, int | None], make: Callable[[], Attention], operands: list[Tensor], grad: Tensor,
-    right: list[Tensor], calls: list[Any],
+    row: Row, name: str, make: Callable[[], Attention], operands: list[Tensor], grad: Tensor, right: list[Tensor],
+    calls: list[Any],
 ) -> None:  # fmt: skip
-    name, least = how
     forward, both = two_ways(make(), operands, grad)
-    with _split_from(least):
-        forward()
-        found = [one.detach() for one in both()]
+    forward()
+    found = [one.detach() for one in both()]
     right.extend(found[len(right) :])
     row["difference"][name] = [relative_error(one, other) for one, other in zip(found, right, strict=True)]
-    calls.append((name, least, forward, both))
+    calls.append((name, forward, both))
 
 
 def _take(row: Row, name: str, forward: Callable[[], Any], both: Callable[[], Any]) -> None:
     for what, call in (("forward", forward), ("both", both)):
         row["ms"][f"{name}, {what}"] = round(graph_ms([call, call], 8), 4)
-
-
-@contextmanager
-def _split_from(least: int | None) -> Iterator[None]:
-    from sparsecomp.lowering.attention.kernels import long_lists
-
-    with mock.patch.object(long_lists, "LONG", least):
-        dispatch.forget()
-        yield
-    dispatch.forget()
 
 
 def table(rows: list[Row]) -> str:

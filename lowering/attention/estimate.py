@@ -39,6 +39,12 @@ def mean_lists(blocks: AttentionBlocks) -> tuple[float, float]:
     return by_q, by_k
 
 
+def longest_lists(blocks: AttentionBlocks) -> tuple[int, int]:
+    """Blocks of the longest list, of queries and of keys; waits for the device."""
+    by_q, by_k = (int(count.max()) if count.numel() else 0 for count in (blocks.count, blocks.k_count))
+    return by_q, by_k
+
+
 def even_problem(
     sizes: AttentionSizes, block: tuple[int, int], listed: tuple[float, float], dtype: torch.dtype, kept: int = ALWAYS
 ) -> BlockAttention:

@@ -51,7 +51,7 @@ class BlockAttention(NamedTuple):
         biased: whether there is an alibi.
         added: dtype of what is added to scores, empty for none.
         added_strides: of that: batch, head, query and key.
-        kept: as of ``Scoring``.
+        kept, parts: as of ``Scoring``.
     """
 
     batch: int
@@ -75,6 +75,7 @@ class BlockAttention(NamedTuple):
     added: str = ""
     added_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     kept: int = ALWAYS
+    parts: int = 0
 
     @property
     def numbers(self) -> tuple[Any, ...]:
@@ -128,7 +129,7 @@ def problem_of(
         count.shape[1] > 1, dtype_name(q), max(float(scoring.scale), _LEAST),
         tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scoring.softcap),
         scoring.alibi is not None, "" if added is None else dtype_name(added), strides_over(added, scores),
-        scoring.kept,
+        scoring.kept, scoring.parts,
     )  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def read_beside(scoring: Scoring) -> tuple[Tensor | None, Tensor | None, Tensor 
 def scoring_of(problem: BlockAttention, taken: Sequence[Tensor | None]) -> Scoring:
     """How the problem's scores come from products, with what `read_beside` gives."""
     alibi, added, seed = taken
-    return Scoring(problem.scale, problem.softcap, alibi, added, seed, problem.kept)
+    return Scoring(problem.scale, problem.softcap, alibi, added, seed, problem.kept, parts=problem.parts)
 
 
 def taken_of(problem: BlockAttention, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -183,7 +184,7 @@ def signature(op: str, problem: BlockAttention, device: Device) -> KernelSignatu
         sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
                     ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
-                    ("added", _ADDED.index(problem.added)), ("dropped", problem.dropped)),
+                    ("added", _ADDED.index(problem.added)), ("dropped", problem.dropped), ("parts", problem.parts)),
     )  # fmt: skip
 
 
@@ -201,7 +202,7 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
         sizes["batch"], heads, given["group"], sizes["q_len"], sizes["k_len"], given["depth"], given["v_depth"],
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
         given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]), _ADDED[given["added"]],
-        kept=ALWAYS - 6554 * given["dropped"],
+        kept=ALWAYS - 6554 * given["dropped"], parts=given["parts"],
     )  # fmt: skip
     return contiguous(problem, shapes)
 

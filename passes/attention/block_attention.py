@@ -26,7 +26,7 @@ from sparsecomp.passes.attention.mask import KnownMask, known_mask
 from sparsecomp.passes.attention.mask_of_numbers import is_mask_of_numbers
 from sparsecomp.passes.attention.place import in_place, may_be_trained, unfit
 from sparsecomp.passes.attention.site import AttentionSite, viewed
-from sparsecomp.passes.cost.attention import MaskedAttention, decide_attention
+from sparsecomp.passes.cost.attention import MaskedAttention, decide_attention, lists_in_parts
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, new_meta, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.spiking.operand import cast
@@ -72,7 +72,7 @@ def _judged(site: AttentionSite, ctx: Context) -> Plan | Refusal:
     def build() -> Mapping[fx.Node, fx.Node]:
         if decision.implementation == "sdpa":
             return _function(site, ctx, mask.causal)
-        return _built(site, ctx, mask.build(site.result), None, known=True)
+        return _built(site, ctx, mask.build(site.result), None, True, lists_in_parts(work))
 
     return Plan(build, reason, decision.implementation, "", dead, decision.estimate)
 
@@ -147,7 +147,7 @@ def _operands(site: AttentionSite) -> list[fx.Node]:
 
 
 def _built(
-    site: AttentionSite, ctx: Context, lists: list[fx.Node], added: fx.Node | None, known: bool = False
+    site: AttentionSite, ctx: Context, lists: list[fx.Node], added: fx.Node | None, known: bool = False, parts: int = 0
 ) -> Mapping[fx.Node, fx.Node]:
     node, out, (q, k, v) = site.result, example_of(site.result), _operands(site)
     kept = chances(site.dropout)
@@ -155,7 +155,7 @@ def _built(
     target = torch.ops.sparsecomp.block_attention.default
     both = call(
         node.graph, node, target, q, k, v, lists, site.scale, site.softcap, None, added, seed, kept,
-        site.gives_nan and not known,
+        site.gives_nan and not known, parts,
     )  # fmt: skip
     result = call(node.graph, node, operator.getitem, both, 0)
     return {node: _in_place(site, ctx, result, place_of(site.query.lying, site.value.lying))}

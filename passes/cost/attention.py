@@ -8,7 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from sparsecomp import _compat
-from sparsecomp.lowering.attention.estimate import BACKWARD, AttentionSizes, even_problem, mean_lists
+from sparsecomp.lowering.attention.estimate import (
+    BACKWARD,
+    AttentionSizes,
+    even_problem,
+    longest_lists,
+    mean_lists,
+)
+from sparsecomp.lowering.attention.problem import BlockAttention
 from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
 from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import Card
@@ -44,6 +51,7 @@ class MaskedAttention(NamedTuple):
         dropped: whether weights are dropped at random.
         by_hand: scores and weights are tensors of their own. Not where a mask is added to them: of that Inductor makes
             torch's function in the spellings that it knows.
+        longest: blocks of the longest list, of queries and of keys; None where that is not known.
         plain: share of pairs that torch's function computes if it gives the same without a mask: one half where it is
             told that a mask is causal; None if it does not.
     """
@@ -61,6 +69,7 @@ class MaskedAttention(NamedTuple):
     dropped: bool = False
     by_hand: bool = False
     plain: float | None = None
+    longest: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -68,7 +77,8 @@ class MaskedAttention(NamedTuple):
     ) -> "MaskedAttention":
         """Of operands of these shapes (batch, heads, length, depth); waits for the device of the blocks."""
         block = (blocks.block_q, blocks.block_k)
-        return cls(sizes=_sizes(q, k, v), block=block, listed=mean_lists(blocks), **how)
+        listed, longest = mean_lists(blocks), longest_lists(blocks)
+        return cls(sizes=_sizes(q, k, v), block=block, listed=listed, longest=longest, **how)
 
     @classmethod
     def assumed(
@@ -167,17 +177,39 @@ def compare_attention(attention: MaskedAttention, device: Device, card: Card) ->
 def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
     from sparsecomp.lowering.attention.block_attention import BLOCK_ATTENTION
     from sparsecomp.lowering.attention.block_attention_gradients import ATTENTION_BY_KEY, ATTENTION_BY_QUERY
+    from sparsecomp.lowering.attention.list_parts import LAUNCHES
     from sparsecomp.lowering.attention.mask_scan import MASK_SCAN, MaskScan
 
     p = attention
-    problem = even_problem(p.sizes, p.block, p.listed, p.dtype, ALWAYS - p.dropped)
+    problem = _problem(p)._replace(parts=_parts(p, device, card))
     operations = [BLOCK_ATTENTION, *([ATTENTION_BY_QUERY, ATTENTION_BY_KEY] if p.trained else [])]
     times = [fastest_candidate(one.candidates(problem, device), problem, p, card)[0] for one in operations]
+    times += [Time(LAUNCHES * card.launch, 0.0)] * (problem.parts.bit_count() * len(operations) // 2)
     if p.scanned is not None:
         batch, heads, dtype = p.scanned
         scan = MaskScan(batch, heads, p.sizes.q_len, p.sizes.k_len, *p.block, (0, 0, 0, 0), dtype)
         times.append(fastest_candidate(MASK_SCAN.candidates(scan, device), scan, p, card)[0])
     return times[0].plus(*times[1:])
+
+
+def _problem(attention: MaskedAttention) -> BlockAttention:
+    p = attention
+    return even_problem(p.sizes, p.block, p.listed, p.dtype, ALWAYS - p.dropped)
+
+
+def lists_in_parts(attention: MaskedAttention) -> int:
+    """The lists of which the long ones are walked over in parts, as of ``Scoring``; 0 off a GPU."""
+    p = attention
+    if p.device.type != "cuda" or p.dtype not in KERNEL_DTYPES or not has_triton():
+        return 0
+    return _parts(p, *(p.target or target_of(p.device)))
+
+
+def _parts(attention: MaskedAttention, device: Device, card: Card) -> int:
+    from sparsecomp.lowering.attention.list_parts import parts_by_estimate
+
+    longest = attention.longest
+    return 0 if longest is None else parts_by_estimate(_problem(attention), longest, device, card)
 
 
 def _function(attention: MaskedAttention, card: Card, share: float | None = None) -> Time:

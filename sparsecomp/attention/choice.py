@@ -16,6 +16,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 
 if TYPE_CHECKING:
     from sparsecomp.lowering.attention.estimate import AttentionSizes
+    from sparsecomp.lowering.attention.problem import BlockAttention
     from sparsecomp.lowering.cache.signature import Device
     from sparsecomp.lowering.tuning.cards import Card
 
@@ -60,11 +61,13 @@ class AttentionChoice(NamedTuple):
         by: "blocks", "elements" or "dense".
         seconds: estimates by way; empty where there are none.
         reason: in words.
+        parts: of blocks, which lists are walked over in parts, as of ``Scoring``.
     """
 
     by: str
     seconds: Mapping[str, float]
     reason: str
+    parts: int = 0
 
     def __str__(self) -> str:
         return f"{self.by}: {self.reason}"
@@ -85,11 +88,15 @@ def chosen_way(work: AttentionWork, blocks: AttentionBlocks) -> AttentionChoice:
 def compared_ways(work: AttentionWork, blocks: AttentionBlocks, device: "Device", card: "Card") -> AttentionChoice:
     """`chosen_way` on a device that is such a card; loads Triton."""
     from sparsecomp.lowering.attention.element_attention import MOST_HEADS
+    from sparsecomp.lowering.attention.estimate import even_problem, longest_lists, mean_lists
+    from sparsecomp.lowering.attention.list_parts import parts_by_estimate
 
     kept = statistics_of_blocks(blocks)
     lists = blocks.count.shape[0] * blocks.count.shape[1]
     pairs = round(kept.pairs * lists * work.q_len * work.k_len)
-    seconds = {"blocks": _by_blocks(work, blocks, device, card)}
+    problem = even_problem(_sizes(work), (blocks.block_q, blocks.block_k), mean_lists(blocks), work.dtype)
+    parts = parts_by_estimate(problem, longest_lists(blocks), device, card)
+    seconds = {"blocks": _by_blocks(work, problem, device, card)}
     if pairs <= _MOST_PAIRS and work.batch * work.heads <= MOST_HEADS:
         seconds["elements"] = _by_elements(work, pairs // lists, device, card)
     by = min(seconds, key=lambda name: seconds[name])
@@ -98,15 +105,13 @@ def compared_ways(work: AttentionWork, blocks: AttentionBlocks, device: "Device"
         by = "dense" if _SURELY * seconds["dense"] < seconds[by] else by
     times = ", ".join(f"{1e6 * time:.1f} us by {name}" for name, time in seconds.items())
     told = f"{work.q_len} x {work.k_len} pairs with {kept.pairs:.2%} kept and {kept.empty:.1%} of blocks empty"
-    return AttentionChoice(by, seconds, f"{told}; estimated {times}")
+    return AttentionChoice(by, seconds, f"{told}; estimated {times}", parts)
 
 
-def _by_blocks(work: AttentionWork, blocks: AttentionBlocks, device: "Device", card: "Card") -> float:
+def _by_blocks(work: AttentionWork, problem: "BlockAttention", device: "Device", card: "Card") -> float:
     from sparsecomp.lowering.attention.block_attention import BLOCK_ATTENTION
     from sparsecomp.lowering.attention.block_attention_gradients import ATTENTION_BY_KEY, ATTENTION_BY_QUERY
-    from sparsecomp.lowering.attention.estimate import even_problem, mean_lists
 
-    problem = even_problem(_sizes(work), (blocks.block_q, blocks.block_k), mean_lists(blocks), work.dtype)
     return _fastest((BLOCK_ATTENTION, ATTENTION_BY_QUERY, ATTENTION_BY_KEY), work, problem, device, card)
 
 

@@ -67,14 +67,17 @@ def attention(
     if how == "elements":
         elements = pattern_of(pattern).kept_elements(*_lengths(query, key), query.device)
         return element_attention(query, key, value, elements, scale=scale, softcap=softcap, alibi=alibi)[0]
-    added = None
+    added, parts = None, 0
     if isinstance(pattern, Tensor):
         blocks, added = _scanned(query, key, pattern, block)
     else:
         blocks = kept_blocks(query, key, pattern, block)
+        if query.device.type == "cuda":
+            parts = pattern_of(pattern).parts(block, *_work(query, key, value, softcap == 0 and alibi is None))
     return attend_blocks(
-        query, key, value, blocks, added, scale=scale, softcap=softcap, alibi=alibi, dropout=dropout, seed=seed
-    )[0]
+        query, key, value, blocks, added, scale=scale, softcap=softcap, alibi=alibi, dropout=dropout, seed=seed,
+        parts=parts,
+    )[0]  # fmt: skip
 
 
 def _by_blocks(by: str) -> str:

@@ -141,6 +141,11 @@ class AttentionPattern(ABC):
         """By which way attention over the pattern is computed: see `chosen`."""
         return self.chosen(block, *work).by
 
+    @torch.compiler.assume_constant_result
+    def parts(self, block: tuple[int, int], *work: Any) -> int:
+        """Which lists of blocks are walked over in parts: see `chosen`."""
+        return self.chosen(block, *work).parts
+
     def chosen(self, block: tuple[int, int], *work: Any) -> AttentionChoice:
         """By which way attention over the pattern is computed, and why; chosen once for the same work.
 

@@ -111,3 +111,22 @@ def test_a_model_is_judged_for_a_card_that_is_not_there() -> None:
         report = sparsecomp.explain(Written(sdpa, lambda n: by_tril(n) | True), x, device="h100")
         (site,) = [one for one in report.sites if one.rule == "block_attention"]
     assert not site.rewritten and site.why == "GATE" and "0.0% of blocks empty" in site.reason
+
+
+LISTS = [(row, side) for row in measured("attention_long") if row["part"] == "long lists" for side in (64, 128)]
+
+
+@pytest.mark.parametrize(("row", "side"), LISTS, ids=lambda one: one["case"] if isinstance(one, dict) else str(one))
+def test_long_lists_are_walked_over_in_parts_where_an_h200_was_faster_by_that(row: dict, side: int) -> None:
+    pytest.importorskip("triton")
+    from bench.attention.long import CASES
+    from sparsecomp.lowering.attention.estimate import AttentionSizes, even_problem, longest_lists, mean_lists
+    from sparsecomp.lowering.attention.list_parts import parts_by_estimate
+
+    blocks = CASES[row["place"]].pattern.to_blocks(*row["sizes"][3:5], (side, side))
+    sizes = AttentionSizes(*row["sizes"], row["sizes"][5])
+    problem = even_problem(sizes, (side, side), mean_lists(blocks), torch.bfloat16)
+    parts = parts_by_estimate(problem, longest_lists(blocks), *target_named("h200"))
+    faster = [row["ms"][f"ours {side}x{side} in parts, {what}"] < 0.97 * row["ms"][f"ours {side}x{side}, {what}"]
+              for what in ("forward", "both")]  # fmt: skip
+    assert [bool(parts & 1), bool(parts)] == faster

@@ -22,12 +22,11 @@ N = 290
 
 @pytest.fixture
 def short() -> Iterator[None]:
-    """Lists of eight blocks count as long, and parts of two are no part too small."""
+    """Parts of two blocks are no part too small."""
     from sparsecomp.lowering.attention.kernels import long_lists
 
     dispatch.forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_lists, "LONG", 8)
         patch.setattr(long_lists, "LEAST", 2)
         yield
     dispatch.forget()
@@ -60,12 +59,12 @@ def test_parts_give_what_whole_lists_give(kind: str, heads: int, kv_heads: int, 
     shapes = [(2, N, n, depth) for n, depth in ((heads, 16), (kv_heads, 16), (kv_heads, 24), (heads, 24))]
     q, k, v, grad = (torch.randn(shape, generator=random).transpose(1, 2).to(device) for shape in shapes)
     blocks = [one.to(device) for one in blocks_of(mask_of(kind), block)[4:]]
-    scoring = Scoring(0.3, softcap=20.0, seed=torch.tensor([5], device=device), kept=60_000)
+    scoring = Scoring(0.3, softcap=20.0, seed=torch.tensor([5], device=device), kept=60_000, parts=3)
     out, sums = torch.full_like(grad, torch.nan), torch.full(q.shape[:3], torch.nan, device=device)
     lowered.block_attention(q, k, v, blocks, scoring, out, sums)
     problem = problem_of(q, k, v, blocks, scoring, (q, k, v, out))
     steps = dispatch.prepared(lowered.BLOCK_ATTENTION, problem, q.device).steps  # pyright: ignore
-    assert len(steps) == (4 if blocks[2].shape[3] >= 8 else 1)
+    assert len(steps) == 4
     found = [torch.full_like(one, torch.nan) for one in (q, k, v)]
     lowered_gradients.block_attention_gradients(grad, q, k, v, out, sums, None, blocks, scoring, *found)
     wide = [one.double() for one in (q, k, v)]

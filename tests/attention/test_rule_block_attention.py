@@ -195,7 +195,7 @@ def weights_too(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_twice(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return (q @ k.mT).masked_fill(~mask, -math.inf).masked_fill(~mask, -math.inf).softmax(-1) @ v
+    return (q @ k.mT).masked_fill(~mask, -math.inf).masked_fill(~mask, -1e4).softmax(-1) @ v
 
 
 def written_between(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -380,3 +380,21 @@ def test_on_a_card_that_is_not_there(depth: int, found: bool) -> None:
     (one,) = [one for one in report.sites if one.rule == "block_attention"]
     assert one.rewritten == found
     assert found or "heads of 256 numbers at most" in one.reason
+
+
+@needs_triton
+@pytest.mark.slow(reason="judges models of a card's sizes")
+@pytest.mark.parametrize(("tokens", "parts"), [((0, 9000), 3), ((), 0)])
+def test_on_a_card_lists_of_global_tokens_are_walked_over_in_parts(tokens: tuple[int, ...], parts: int) -> None:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(q.shape[2], device=q.device)
+        kept = (place[:, None] - place).abs() < 256
+        for token in tokens:
+            kept = kept | (place == token) | (place[:, None] == token)
+        return F.scaled_dot_product_attention(q, k, v, kept)
+
+    operands = [torch.zeros(1, 4, 16_384, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    report = sparsecomp.explain(attend, *operands, device="h100", mode="reduce-overhead")
+    assert site(report, "block_attention").rewritten
+    (line,) = [one for one in report.graph_after.splitlines() if "sparsecomp.block_attention.default(" in one]
+    assert line.split(");")[0].endswith(f"False, {parts}")

@@ -38,6 +38,7 @@ from sparsecomp.lowering.launch.sequence import Launches
 from sparsecomp.lowering.sparse.kernels.epilogue import dot, precision
 from sparsecomp.lowering.tuning.cost import sizes
 from sparsecomp.lowering.tuning.template import Config, Template
+from sparsecomp.reference.attention.block_attention import OF_KEYS
 
 
 @triton.jit
@@ -191,10 +192,10 @@ def _prepare(problem: BlockAttention, config: Config) -> Launches:
     fixed = constants(p, config, p.q_len, p.block_q) | {"PRECISION": precision(p.dtype)}
     numbers, (list_batch, list_head) = (*p.numbers, *p.lists[1], p.k_width), p.lists[1]
     # lists that differ among the heads that share keys are walked over whole
-    width = 0 if p.by_head and p.group > 1 else p.k_width
+    split = bool(p.parts & OF_KEYS) and not (p.by_head and p.group > 1)
     walked = Walked(
-        (-(-p.k_len // p.block_k), width), p.leading, (kv_heads * p.batch, kv_heads), p.k_len, p.block_k,
-        (list_batch, list_head * p.group), 6,
+        (-(-p.k_len // p.block_k), p.k_width), p.leading, (kv_heads * p.batch, kv_heads), p.k_len, p.block_k,
+        (list_batch, list_head * p.group), 6, split,
     )  # fmt: skip
     results = [Result(14, p.depth, p.padded_depth, p.lying(4)), Result(15, p.v_depth, p.padded_v_depth, p.lying(5))]
     return launches_of(

@@ -35,6 +35,7 @@ from sparsecomp.lowering.launch.sequence import Launches
 from sparsecomp.lowering.sparse.kernels.epilogue import dot, precision
 from sparsecomp.lowering.tuning.cost import sizes
 from sparsecomp.lowering.tuning.template import Config, Template
+from sparsecomp.reference.attention.block_attention import OF_QUERIES
 
 
 @triton.jit
@@ -180,8 +181,9 @@ def _prepare(problem: BlockAttention, config: Config) -> Launches:
     fixed = constants(p, config, p.k_len, p.block_k) | {"PRECISION": precision(p.dtype)}
     numbers = (*p.numbers, *p.lists[0], p.width)
     walked = Walked(
-        (-(-p.q_len // p.block_q), p.width), p.leading, (p.heads * p.batch, p.heads), p.q_len, p.block_q, p.lists[0], 3
-    )
+        (-(-p.q_len // p.block_q), p.width), p.leading, (p.heads * p.batch, p.heads), p.q_len, p.block_q, p.lists[0], 3,
+        bool(p.parts & OF_QUERIES),
+    )  # fmt: skip
     result = Result(11, p.v_depth, p.padded_v_depth, p.lying(3), 12)
     return launches_of(
         block_attention_kernel, 13, config["BM"], numbers, fixed, launch_options(config), walked, [result]

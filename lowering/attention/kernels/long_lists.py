@@ -5,8 +5,7 @@ device. There a program looks for the shortest part by which there are no more p
 of whole rows leave those to others whose list is longer. Each part has a place of its own for what it gives, and these
 are merged in their order: two runs give the same bits.
 
-No launch of a user's does so yet: ``LONG`` is None, and only tests and `python -m bench attention-packed`, which times
-both ways, set it. Whether parts pay, and from which length on, was not measured.
+Whether that pays follows from how long the lists are (`sparsecomp.lowering.attention.list_parts`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +18,6 @@ import triton.language as tl
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.launch.sequence import Launches, Step, Workspace
 
-LONG: int | None = None
-"""Blocks of the longest list from which on there may be parts; None for never."""
 LEAST = 16
 """Blocks of a part."""
 _MOST_PARTS = tl.constexpr(16)
@@ -135,6 +132,7 @@ class Walked(NamedTuple):
         block: rows of a block.
         strides: in rows of lists, from one batch entry to the next, and from one head of the result to the next.
         count: place of the lists' counts among the tensors.
+        split: whether long lists are walked over in parts.
     """
 
     listed: tuple[int, int]
@@ -144,12 +142,12 @@ class Walked(NamedTuple):
     block: int
     strides: tuple[int, int]
     count: int
+    split: bool
 
     @property
     def room(self) -> int:
         """For how many parts of one head's lists there is room; 0 if nothing is split."""
-        rows, width = self.listed
-        return max(16, rows // 8) if LONG is not None and width >= LONG else 0
+        return max(16, self.listed[0] // 8) if self.split else 0
 
 
 class Result(NamedTuple):

@@ -26,7 +26,7 @@ from sparsecomp.ops.attention.operands import (
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.ops.sparse.linear import autocast
 from sparsecomp.reference.attention import block_attention as reference
-from sparsecomp.reference.attention.block_attention import Scoring
+from sparsecomp.reference.attention.block_attention import OF_KEYS, OF_QUERIES, Scoring
 from sparsecomp.reference.attention.blocks import AttentionBlocks
 from sparsecomp.reference.attention.dropout import ALWAYS, chances
 from sparsecomp.reference.precision import without_autocast
@@ -36,14 +36,15 @@ SEEDS = 2**62
 
 library.define(
     "block_attention(Tensor q, Tensor k, Tensor v, Tensor[] blocks, float scale, float softcap=0.0, "
-    "Tensor? alibi=None, Tensor? added=None, Tensor? seed=None, int kept=65536, bool nothing_is_nan=False) "
-    "-> (Tensor, Tensor)",
+    "Tensor? alibi=None, Tensor? added=None, Tensor? seed=None, int kept=65536, bool nothing_is_nan=False, "
+    "int parts=0) -> (Tensor, Tensor)",
     tags=TAGS,
 )
 library.define(
     "block_attention_gradients(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
     "Tensor? grad_logsumexp, Tensor[] blocks, float scale, float softcap=0.0, Tensor? alibi=None, "
-    "Tensor? added=None, Tensor? seed=None, int kept=65536, bool nothing_is_nan=False) -> (Tensor, Tensor, Tensor)",
+    "Tensor? added=None, Tensor? seed=None, int kept=65536, bool nothing_is_nan=False, int parts=0) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -51,6 +52,7 @@ library.define(
 def block_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, *, scale: float | None = None, softcap: float = 0.0,
     alibi: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
+    in_parts: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale · q kᵀ) v over the kept pairs, as `torch.nn.functional.scaled_dot_product_attention` with a mask.
 
@@ -70,6 +72,8 @@ def block_attention(
             Chances are counted in 65536ths.
         seed: (1,) int64 on the operands' device: which weights are dropped follows from it, and from the places of
             query, key, head and batch entry, alone. By default torch's generator draws one, without waiting.
+        in_parts: whether lists of queries, and of keys, that are long beside the rest are walked over in parts by
+            several programs. Global tokens have such lists. It costs some launches, and changes nothing but time.
 
     Returns:
         The result (batch, heads, q_len, v_depth), and the natural logarithm of each query's sum of exponentials
@@ -80,13 +84,14 @@ def block_attention(
         FormatError: operands that do not belong together, or an impossible chance.
         MaskError: blocks of other lengths, batch or heads.
     """
-    how = {"scale": scale, "softcap": softcap, "alibi": alibi, "dropout": dropout, "seed": seed}
+    parts = OF_QUERIES * in_parts[0] + OF_KEYS * in_parts[1]
+    how = {"scale": scale, "softcap": softcap, "alibi": alibi, "dropout": dropout, "seed": seed, "parts": parts}
     return attend_blocks(q, k, v, blocks, None, **how)
 
 
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, blocks: AttentionBlocks, added: Tensor | None, *, scale: float | None,
-    softcap: float, alibi: Tensor | None, dropout: float, seed: Tensor | None,
+    softcap: float, alibi: Tensor | None, dropout: float, seed: Tensor | None, parts: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`block_attention`, with numbers that are added to scores, of which `scanned_blocks` made the blocks: by others,
     blocks that are kept whole would not have theirs added."""
@@ -106,7 +111,7 @@ def attend_blocks(
     if scale < 0:  # kernels look for the greatest score before they scale it
         q, scale = -q, -scale
     return torch.ops.sparsecomp.block_attention.default(
-        q, k, v, list(blocks[4:]), scale, float(softcap), alibi, added, seed, kept
+        q, k, v, list(blocks[4:]), scale, float(softcap), alibi, added, seed, kept, False, parts
     )
 
 
@@ -117,7 +122,7 @@ def new_seed(device: torch.device) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: Scoring) -> None:
     """All checks that look at no contents."""
-    scale, softcap, alibi, added, seed, kept, _ = scoring
+    scale, softcap, alibi, added, seed, kept, _, parts = scoring
     check_attended(q, k, v, softcap, alibi)
     if not scale >= 0:
         raise FormatError(f"scale is {scale}, needs a number from 0 on: negate q for a negative one")
@@ -131,6 +136,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: S
         raise FormatError(f"seed is {form_of(seed)} on {seed.device}, needs (1,) int64 on {q.device}")
     if not (kept == ALWAYS or (seed is not None and 0 < kept < ALWAYS)):
         raise FormatError(f"kept is {kept}, needs {ALWAYS}, or with a seed a number from 1 to {ALWAYS - 1}")
+    if not 0 <= parts <= OF_QUERIES + OF_KEYS:
+        raise FormatError(f"parts is {parts}, needs {OF_QUERIES}, {OF_KEYS}, their sum, or 0")
     if len(blocks) != 10:
         raise MaskError(f"blocks are {len(blocks)} tensors, need the ten of AttentionBlocks in its order")
     for length, lists in ((q.shape[2], blocks[:5]), (k.shape[2], blocks[5:])):

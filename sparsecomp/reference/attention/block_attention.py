@@ -65,6 +65,10 @@ class Place(NamedTuple):
     stream: int
 
 
+OF_QUERIES, OF_KEYS = 1, 2
+"""Lists of which the long ones are walked over in parts."""
+
+
 class Scoring(NamedTuple):
     """How scores come from products of a query and a key, softcap · tanh(scale · product / softcap) + biases, and which
     weights of the softmax are dropped.
@@ -80,6 +84,8 @@ class Scoring(NamedTuple):
         kept: of ``ALWAYS`` chances, in how many a weight is kept; kept ones are enlarged by the inverse.
         nothing_is_nan: a query that keeps nothing gives NaN, as a softmax over -inf does, where it gives zeros
             otherwise; the operator sees to it, neither this reference nor kernels do.
+        parts: of which lists kernels walk over the long ones in parts: ``OF_QUERIES``, ``OF_KEYS``, their sum, or 0. It
+            is a matter of time alone.
     """
 
     scale: float
@@ -89,6 +95,7 @@ class Scoring(NamedTuple):
     seed: Tensor | None = None
     kept: int = ALWAYS
     nothing_is_nan: bool = False
+    parts: int = 0
 
     def of(self, place: Place, product: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """The scores, and their derivatives by the products; `query` and `key` are positions that broadcast."""
