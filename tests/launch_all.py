@@ -2,7 +2,7 @@
 
 Sizes are primes and one more than powers of two, so that every mask of a load is needed. What is computed is compared
 elsewhere; here kernels only have to be launched, and those that were not are named at the end. Names behind the device
-are of the steps to take, instead of all: `python -m tests.launch_all cuda attention`.
+are of the steps to take, instead of all: `python -m tests.launch_all cuda attention_once`.
 """
 
 import itertools
@@ -59,7 +59,7 @@ def main(device: str = "cuda", *wanted: str) -> int:
             sparse_layers, local_layers, attention, written_out, spikes, neurons, masks, sparse_tensor_cores,
             by_a_bitmap,
         )  # fmt: skip
-        taken = [step for step in steps if not wanted or step.__name__ in wanted]
+        taken = [step for step in (*steps, attention_once) if step.__name__ in wanted] if wanted else steps
         for step in (*taken, partial(the_rest, launched, problems)):
             step(device)
             if device == "cuda":
@@ -140,6 +140,21 @@ def local_layers(device: str) -> None:
     layer = GeoSparseLinear(131, 37, index[:37]).to(device)
     layer.in_index_per_out.data.copy_(index[37:74])  # the lists of its transpose are made anew
     layer(torch.randn(65, 131, device=device, requires_grad=True)).sum().backward()
+
+
+def attention_once(device: str) -> None:
+    """The kernels of attention over blocks in one configuration each, for a checker that takes long for each."""
+    mask = torch.rand(1, 1, 129, 203, device=device) < 0.4
+    mask[..., :64, :64], mask[..., 64:128, 64:128] = True, False
+    shapes = ((1, 2, 129, 17), (1, 1, 203, 17), (1, 1, 203, 33))
+    operands = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    ops.block_attention(*operands, ops.scanned_blocks(mask, 129, 203))[0].sum().backward()
+    caches = [torch.randn(1, 1, 200, n, device=device, dtype=torch.bfloat16) for n in (17, 33)]
+    lengths = torch.tensor([200], dtype=torch.int32, device=device)
+    ops.decode_attention(operands[0].detach()[:, :, :3], *caches, lengths, window=40, sinks=2)
+    offsets = torch.tensor([0, 5, 5, 99, 128], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(129, 2, 17, device=device, dtype=torch.bfloat16) for _ in range(3))
+    packed_attention(q, k, v, offsets, causal=True)
 
 
 def attention(device: str) -> None:
