@@ -15,14 +15,23 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from sparsecomp.errors import FrozenWeightError
+from sparsecomp.lowering.attention.block_choice import of_faster_block
 from sparsecomp.ops.masked.folded_weight import computed, formula
+from sparsecomp.passes.attention.place import may_be_trained
 from sparsecomp.passes.attention.site import AttentionSite, Mask, mask_steps, stepped
 from sparsecomp.passes.engine.constants import promised_nodes
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, is_static, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.masked.formula import Formula, computed_by, is_parameter, is_pure, writes_elsewhere
-from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, FULL, SURELY_ZERO, AttentionBlocks, blocks_of
+from sparsecomp.reference.attention.blocks import (
+    DEFAULT_BLOCK,
+    FULL,
+    SURELY_ZERO,
+    WIDE_BLOCK,
+    AttentionBlocks,
+    blocks_of,
+)
 
 OF_NUMBERS = frozenset({
     "arange", "eye", "linspace", "cat", "stack", "cumsum", "diff", "outer", "searchsorted", "any", "all", "sum",
@@ -44,6 +53,7 @@ class MaskLists(NamedTuple):
         lengths: queries and keys.
         gives_nan: every query must keep a pair, since one that keeps none gives NaN as written.
         roomy: the lists have room for any mask of this size.
+        block: queries and keys of a block.
     """
 
     formula: str
@@ -54,6 +64,7 @@ class MaskLists(NamedTuple):
     lengths: tuple[int, int]
     gives_nan: bool
     roomy: bool
+    block: tuple[int, int] = DEFAULT_BLOCK
 
     def __call__(self, *sources: Tensor) -> tuple[Tensor, ...]:
         found = self.blocks(*sources)
@@ -67,7 +78,7 @@ class MaskLists(NamedTuple):
     def blocks(self, *sources: Tensor) -> AttentionBlocks | str:
         """The block lists, or why the mask has none; waits for the device."""
         kept = self.kept(*sources)
-        return kept if isinstance(kept, str) else blocks_of(kept, DEFAULT_BLOCK)
+        return kept if isinstance(kept, str) else blocks_of(kept, self.block)
 
     def kept(self, *sources: Tensor) -> Tensor | str:
         """The pairs (batch or 1, heads or 1, queries, keys) that are kept, or why they are no mask; waits for the
@@ -163,7 +174,18 @@ def known_mask(site: AttentionSite, ctx: Context) -> KnownMask | Refusal:
             return refuse(Why.ATTENTION_AS_WRITTEN, detail=f"its mask is known, but {kept}")
         # lists of buffers are made anew where a write is seen; torch's own flags are not
         flags = (False, False) if sources else (bool(kept.all()), _is_causal(kept))
-        return KnownMask(lists, blocks_of(kept, DEFAULT_BLOCK), replace(found, sources=sources), known, *flags)
+        blocks = _blocks(kept, site, ctx)
+        lists = lists._replace(block=(blocks.block_q, blocks.block_k))
+        return KnownMask(lists, blocks, replace(found, sources=sources), known, *flags)
+
+
+def _blocks(kept: Tensor, site: AttentionSite, ctx: Context) -> AttentionBlocks:
+    """The block lists of a mask, of the faster of two sizes."""
+    blocks, out = blocks_of(kept, DEFAULT_BLOCK), example_of(site.result)
+    depth, trained = max(site.query.shape[3], site.value.shape[3]), may_be_trained(site, ctx)
+    if ctx.device(out.device).type != "cuda":
+        return blocks
+    return of_faster_block(blocks, lambda: blocks_of(kept, WIDE_BLOCK), depth, out.dtype, trained)
 
 
 def _is_causal(kept: Tensor) -> bool:

@@ -19,7 +19,7 @@ from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks
 def attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | Tensor, *, scale: float | None = None,
     softcap: float = 0.0, alibi: Tensor | None = None, dropout: float = 0.0, seed: Tensor | None = None,
-    block: tuple[int, int] = DEFAULT_BLOCK, by: str = "auto",
+    block: tuple[int, int] | None = None, by: str = "auto",
 ) -> Tensor:  # fmt: skip
     """softmax(scale · query keyᵀ) value over the pairs that a pattern or a mask keeps.
 
@@ -40,7 +40,8 @@ def attention(
             position of the query) (Press et al., 2022).
         dropout: the chance, in [0, 1), that a weight is replaced by 0; the others are divided by the chance to stay.
         seed: (1,) int64, from which follows what is dropped; by default torch's generator draws one.
-        block: queries and keys of a block, powers of two from 32 on.
+        block: queries and keys of a block, powers of two from 32 on; by default those of a pattern that are faster by
+            estimate, (64, 64) or (128, 128).
         by: "blocks" computes the blocks that hold kept pairs (`ops.block_attention`), "elements" each kept pair alone
             (`ops.element_attention`), "dense" all pairs by torch's function with the mask, which takes no softcap and
             no alibi. "auto" takes the fastest by estimate, which `attention_choice` tells; off a GPU that is blocks.
@@ -58,6 +59,7 @@ def attention(
     """
     if query.is_nested or key.is_nested or value.is_nested:
         raise FormatError("operands are nested: sparsecomp.attention.packed_attention takes nested tensors")
+    block = _block(query, key, value, pattern, block)
     if isinstance(pattern, Tensor) or dropout:
         how = _by_blocks(by)
     else:
@@ -109,7 +111,7 @@ def _scanned(
 
 def attention_choice(
     query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern, *, softcap: float = 0.0,
-    alibi: Tensor | None = None, block: tuple[int, int] = DEFAULT_BLOCK,
+    alibi: Tensor | None = None, block: tuple[int, int] | None = None,
 ) -> AttentionChoice:  # fmt: skip
     """By which way `attention` computes these operands, with what it is estimated to take by each, and why.
 
@@ -121,7 +123,18 @@ def attention_choice(
         MaskError: an impossible block.
     """
     work = _work(query, key, value, softcap == 0 and alibi is None)
-    return pattern_of(pattern).chosen(block, *work)
+    return pattern_of(pattern).chosen(_block(query, key, value, pattern, block), *work)
+
+
+def _block(
+    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | Tensor, block: tuple[int, int] | None
+) -> tuple[int, int]:
+    """The block that was asked for, or the faster one of a pattern."""
+    if block is not None:
+        return block
+    if query.device.type != "cuda" or isinstance(pattern, Tensor):
+        return DEFAULT_BLOCK
+    return pattern_of(pattern).faster_block(*_work(query, key, value, True))
 
 
 def _way(

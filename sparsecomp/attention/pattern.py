@@ -21,7 +21,7 @@ from sparsecomp.attention.choice import AttentionChoice, AttentionWork, chosen_w
 from sparsecomp.attention.pairs import Bounds, Pairs, Ranges
 from sparsecomp.errors import PatternError
 from sparsecomp.formats.bsr import BSR
-from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, AttentionBlocks, check_block_sizes
+from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, WIDE_BLOCK, AttentionBlocks, check_block_sizes
 from sparsecomp.reference.attention.elements import AttentionElements, elements_of_blocks
 
 if TYPE_CHECKING:
@@ -140,6 +140,29 @@ class AttentionPattern(ABC):
     def way(self, block: tuple[int, int], *work: Any) -> str:
         """By which way attention over the pattern is computed: see `chosen`."""
         return self.chosen(block, *work).by
+
+    @torch.compiler.assume_constant_result
+    def faster_block(self, *work: Any) -> tuple[int, int]:
+        """Queries and keys of a block by which attention over the pattern is faster, on a GPU; chosen once for the same
+        work.
+
+        Args:
+            work: the fields of `AttentionWork`.
+        """
+        if "_faster" not in self.__dict__:
+            object.__setattr__(self, "_faster", {})
+        found = self.__dict__["_faster"]
+        if work not in found:
+            from sparsecomp.lowering.attention.block_choice import of_faster_block
+
+            w = AttentionWork(*work)
+            lengths = (w.q_len, w.k_len)
+            blocks = of_faster_block(
+                self.kept(*lengths, DEFAULT_BLOCK, w.device), lambda: self.kept(*lengths, WIDE_BLOCK, w.device),
+                max(w.depth, w.v_depth), w.dtype, w.trained,
+            )  # fmt: skip
+            found[work] = blocks.block_q, blocks.block_k
+        return found[work]
 
     @torch.compiler.assume_constant_result
     def parts(self, block: tuple[int, int], *work: Any) -> int:

@@ -130,3 +130,21 @@ def test_long_lists_are_walked_over_in_parts_where_an_h200_was_faster_by_that(ro
     faster = [row["ms"][f"ours {side}x{side} in parts, {what}"] < 0.97 * row["ms"][f"ours {side}x{side}, {what}"]
               for what in ("forward", "both")]  # fmt: skip
     assert [bool(parts & 1), bool(parts)] == faster
+
+
+EVEN = [row for row in measured("attention_long") if row["part"] == "lengths" or row["case"] == "causal"]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("row", EVEN, ids=lambda row: f"{row['case']} {row['sizes'][3]}")
+def test_blocks_are_those_by_which_an_h200_was_faster(row: dict, trained: bool) -> None:
+    """But for the result alone at 131,072 tokens, by 8 %."""
+    pytest.importorskip("triton")
+    from bench.attention.long import CASES
+    from sparsecomp.lowering.attention.block_choice import of_faster_block
+
+    pattern, lengths, depth = CASES[row["place"]].pattern, row["sizes"][3:5], row["sizes"][5]
+    narrow, wide = (pattern.to_blocks(*lengths, (side, side)) for side in (64, 128))
+    side = of_faster_block(narrow, lambda: wide, depth, torch.bfloat16, trained).block_q
+    ms = {one: row["ms"][f"ours {one}x{one}, {'both' if trained else 'forward'}"] for one in (64, 128)}
+    assert ms[side] <= (1.08 if lengths[0] > 100_000 else 1.0) * min(ms.values())

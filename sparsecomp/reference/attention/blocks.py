@@ -17,6 +17,8 @@ from sparsecomp.errors import MaskError
 DEFAULT_BLOCK = (64, 64)
 """Queries and keys of a block. On an H200 each kernel was 1.1 times as fast as with (128, 128) on a window of 256 and
 heads of 64 numbers. Kernels multiply tiles of at most the size of a block."""
+WIDE_BLOCK = (128, 128)
+"""Faster on an H200 where lists are long: see `sparsecomp.lowering.attention.block_choice`."""
 FULL = -1
 """In a map of blocks and in ``tile``: every pair is kept."""
 EMPTY = -2
