@@ -164,7 +164,8 @@ def table(rows: list[Row]) -> str:
     """Milliseconds by case, and in brackets how many times as fast as FlexAttention."""
     rows = sorted(rows, key=lambda row: row["place"])
     names = list(dict.fromkeys(key.rsplit(", ", 1)[0] for row in rows for key in row["ms"]))
-    grid = [["case (batch, heads, heads of k, queries, keys, depth)", "step", *names]]
+    titles = ["FlexAttention" if name == "flex" else name for name in names]
+    grid = [["case (batch, heads, heads of k, queries, keys, depth)", "step", *titles]]
     for row in rows:
         for what, step in (("forward", "forward"), ("both", "with gradients")):
             flex = row["ms"].get(f"flex, {what}")
