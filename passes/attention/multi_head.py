@@ -8,6 +8,7 @@ heads of a sequence, which torch copies for each.
 import inspect
 import logging
 import operator
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ _LEFT = ("bias_k", "bias_v", "static_k", "static_v")
 
 
 def write_out_masked_attention(gm: fx.GraphModule) -> None:
-    """Write out the calls with a mask whose weights nobody asks for; one that fails stays as it is."""
+    """Write out the calls with a mask whose weights nobody reads; one that fails stays as it is."""
     calls = [node for node in gm.graph.nodes if node.target is F.multi_head_attention_forward]
     if not calls:
         return
@@ -76,10 +77,11 @@ class _Attention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has a mask, gives no weights, and has none of the additions that few know."""
+        """Whether it has a mask, nobody reads its weights, and it has none of the additions that few know."""
         g = self.given
-        masked = g["key_padding_mask"] is not None or (g["attn_mask"] is not None and not g["is_causal"])
-        few = not (g["need_weights"] or g["add_zero_attn"]) and all(g[name] is None for name in _LEFT)
+        hinted = g["is_causal"] and not g["need_weights"]
+        masked = g["key_padding_mask"] is not None or (g["attn_mask"] is not None and not hinted)
+        few = not g["add_zero_attn"] and all(g[name] is None for name in _LEFT)
         shapes = [example_of(g[name]).shape for name in ("query", "key", "value")]
         static = all(len(shape) == 3 and all(type(size) is int for size in shape) for shape in shapes)
         read = [user.args[1:] for user in self.node.users if user.target is operator.getitem]
@@ -95,11 +97,12 @@ class _Attention:
         )
         dropout = g["dropout_p"] if g["training"] else 0.0
         sizes = (batch, heads, tokens, keys)
-        which = (g["key_padding_mask"], g["attn_mask"], example_of(g["query"]).dtype, *sizes)
+        which = (g["key_padding_mask"], g["attn_mask"], example_of(g["query"]).dtype, g["need_weights"], *sizes)
         known = self.masks.get(which)
         mask = self.mask(*sizes) if known is None or something_in_place(known, self.node) else known
         self.masks[which] = mask
-        out = self.then(F.scaled_dot_product_attention, q, k, v, mask, dropout)
+        by = self.by_weights if g["need_weights"] else partial(self.then, F.scaled_dot_product_attention)
+        out = by(q, k, v, mask, dropout)
         out = self.then(Tensor.flatten, self.then(Tensor.permute, out, (2, 0, 1, 3)), 2)
         out = self.then(F.linear, out, g["out_proj_weight"], g["out_proj_bias"])
         right, found = self.node.meta["example_value"][0], example_of(out)
@@ -109,6 +112,13 @@ class _Attention:
             user.replace_all_uses_with(out)
             self.node.graph.erase_node(user)
         self.node.graph.erase_node(self.node)
+
+    def by_weights(self, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node, dropout: float) -> fx.Node:
+        """As torch computes the result where weights are asked for: NaN of a query that keeps nothing."""
+        scaled = self.then(torch.mul, q, example_of(q).shape[3] ** -0.5)
+        scores = self.then(torch.add, self.then(torch.matmul, scaled, self.then(Tensor.transpose, k, -2, -1)), mask)
+        weights = self.then(F.softmax, scores, dim=-1)
+        return self.then(torch.matmul, self.then(F.dropout, weights, dropout) if dropout else weights, v)
 
     def projected(self) -> list[fx.Node]:
         """Queries, keys and values."""
@@ -135,7 +145,7 @@ class _Attention:
         padding, mask = self.given["key_padding_mask"], self.given["attn_mask"]
         given = [one for one in (padding, mask) if one is not None]
         dropped = [found for one in given if (found := _dropped_by(one, self.node)) is not None]
-        booleans = len(dropped) == len(given)
+        booleans = len(dropped) == len(given) and not self.given["need_weights"]
         found = dropped if booleans else [self.numbers(one) for one in given]
         if padding is not None:
             found[0] = self.then(Tensor.reshape, found[0], batch, 1, 1, keys)

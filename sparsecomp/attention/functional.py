@@ -75,7 +75,7 @@ def attention(
     else:
         blocks = kept_blocks(query, key, pattern, block)
         if query.device.type == "cuda":
-            parts = pattern_of(pattern).parts(block, *_work(query, key, value, softcap == 0 and alibi is None))
+            parts = pattern_of(pattern).list_parts(block, *_work(query, key, value, softcap == 0 and alibi is None))
     return attend_blocks(
         query, key, value, blocks, added, scale=scale, softcap=softcap, alibi=alibi, dropout=dropout, seed=seed,
         parts=parts,

@@ -165,7 +165,7 @@ class AttentionPattern(ABC):
         return found[work]
 
     @torch.compiler.assume_constant_result
-    def parts(self, block: tuple[int, int], *work: Any) -> int:
+    def list_parts(self, block: tuple[int, int], *work: Any) -> int:
         """Which lists of blocks are walked over in parts: see `chosen`."""
         return self.chosen(block, *work).parts
 

@@ -41,6 +41,9 @@ def tokens(width: int = WIDTH, seed: int = 1) -> Tensor:
 Attend = Callable[..., Tensor]
 FOUND: dict[str, tuple[nn.Module, Attend]] = {
     "padding": (layer(), lambda m, x, y: m(x, x, x, key_padding_mask=padding(), need_weights=False)[0]),
+    "weights that nobody reads": (layer(), lambda m, x, y: m(
+        x, x, x, key_padding_mask=padding(), attn_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1))[0]),
+    "a causal hint beside weights": (layer(), lambda m, x, y: m(x, x, x, attn_mask=window(), is_causal=True)[0]),
     "a window": (layer(bias=False), lambda m, x, y: m(x, x, x, attn_mask=window(), need_weights=False)[0]),
     "both": (layer(), lambda m, x, y: m(
         x, x, x, key_padding_mask=padding(), attn_mask=window(), need_weights=False)[0]),
@@ -119,7 +122,7 @@ def test_the_padding_that_is_scanned_has_one_row_a_sequence() -> None:
 
 LEFT: dict[str, tuple[nn.Module, Attend]] = {
     "no mask": (layer(), lambda m, x, y: m(x, x, x, need_weights=False)[0]),
-    "weights": (layer(), lambda m, x, y: m(x, x, x, attn_mask=window())[0]),
+    "weights": (layer(), lambda m, x, y: (found := m(x, x, x, attn_mask=window()))[0] + found[1].sum()),
     "a causal hint": (layer(), lambda m, x, y: m(
         x, x, x, attn_mask=torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1), need_weights=False,
         is_causal=True)[0]),
@@ -184,3 +187,16 @@ def test_layers_share_a_scan() -> None:
     found, report = rewritten(lambda x, p: model(x, src_key_padding_mask=p), tokens(), padding(), strict=True)
     assert report.graph_after.count("scanned_mask.default(") == 1
     torch.testing.assert_close(found, model(tokens(), src_key_padding_mask=padding()), rtol=1e-4, atol=1e-5)
+
+
+def test_beside_weights_queries_that_keep_nothing_give_nan() -> None:
+    model = layer().train()
+
+    def attend(x: Tensor, p: Tensor) -> Tensor:
+        return model(x, x, x, key_padding_mask=p, attn_mask=window())[0]
+
+    found, report = rewritten(attend, tokens(), padding(), strict=True)
+    assert site(report, "block_attention").rewritten
+    right = attend(tokens(), padding())
+    assert right.isnan().any() and not right.isnan().all()
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
