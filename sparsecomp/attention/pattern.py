@@ -142,16 +142,15 @@ class AttentionPattern(ABC):
         return self.chosen(block, *work).by
 
     @torch.compiler.assume_constant_result
-    def faster_block(self, *work: Any) -> tuple[int, int]:
-        """Queries and keys of a block by which attention over the pattern is faster, on a GPU; chosen once for the same
-        work.
+    def wide_is_faster(self, *work: Any) -> bool:
+        """Whether attention over the pattern is faster by `WIDE_BLOCK`, on a GPU; found out once for the same work.
 
         Args:
             work: the fields of `AttentionWork`.
         """
-        if "_faster" not in self.__dict__:
-            object.__setattr__(self, "_faster", {})
-        found = self.__dict__["_faster"]
+        if "_wide" not in self.__dict__:
+            object.__setattr__(self, "_wide", {})
+        found = self.__dict__["_wide"]
         if work not in found:
             from sparsecomp.lowering.attention.block_choice import of_faster_block
 
@@ -161,7 +160,7 @@ class AttentionPattern(ABC):
                 self.kept(*lengths, DEFAULT_BLOCK, w.device), lambda: self.kept(*lengths, WIDE_BLOCK, w.device),
                 max(w.depth, w.v_depth), w.dtype, w.trained,
             )  # fmt: skip
-            found[work] = blocks.block_q, blocks.block_k
+            found[work] = (blocks.block_q, blocks.block_k) == WIDE_BLOCK
         return found[work]
 
     @torch.compiler.assume_constant_result

@@ -1,5 +1,7 @@
 """By which way attention over a pattern is computed: all give the same, and the estimates choose as they should."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsecomp.attention import (
+    AttentionBlocks,
     AttentionPattern,
     FromTensor,
     LocalWindow,
@@ -17,7 +20,7 @@ from sparsecomp.attention import (
     attention_choice,
     big_bird,
 )
-from sparsecomp.attention.choice import AttentionWork, chosen_way
+from sparsecomp.attention.choice import AttentionChoice, AttentionWork, chosen_way
 from sparsecomp.errors import ConfigError, FormatError, PatternError
 
 WAYS = ("blocks", "elements", "dense")
@@ -167,3 +170,41 @@ def test_ways_on_a_gpu(by: str, dtype: torch.dtype) -> None:
     for one, other in zip((found, *next(grads)), (right, *next(grads)), strict=True):
         assert float((one.double() - other).norm() / other.norm()) < bound
     assert attention_choice(*inputs, pattern).by in WAYS
+
+
+@needs_triton
+@pytest.mark.parametrize("wide", [False, True])
+def test_blocks_and_parts_are_chosen_once_and_are_constants_of_a_graph(
+    wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a card: within a compiled function, too, without a break."""
+    from sparsecomp.attention import functional
+    from sparsecomp.attention import pattern as patterns
+    from sparsecomp.lowering.attention import block_choice
+
+    asked = []
+
+    def of_faster_block(blocks: AttentionBlocks, make: Callable[[], AttentionBlocks], *how: object) -> AttentionBlocks:
+        asked.append(how)
+        return make() if wide else blocks
+
+    monkeypatch.setattr(functional, "_has_kernels", lambda query: True)
+    monkeypatch.setattr(block_choice, "of_faster_block", of_faster_block)
+    monkeypatch.setattr(patterns, "_chosen", lambda *work: AttentionChoice("blocks", {}, "", 3))
+    pattern, x = LocalWindow(5, 0) | LocalWindow(0, 2), torch.randn(1, 2, 70, 16)
+    seen = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: object) -> object:
+        (call,) = [node for node in gm.graph.nodes if "block_attention" in str(node.target)]
+        seen.append(call.args[-1])
+        return gm
+
+    def attend(x: Tensor) -> Tensor:
+        return functional.attention(x, x, x, pattern, by="blocks")
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    right = F.scaled_dot_product_attention(x, x, x, pattern.to_dense(70))
+    for call in (compiled, attend, attend):
+        torch.testing.assert_close(call(x), right, rtol=1e-4, atol=1e-5)
+    assert seen == [3] and asked == [(16, torch.float32, False)]
+    assert any(name.startswith(f"_kept_70_70_{128 if wide else 64}_") for name in vars(pattern))
