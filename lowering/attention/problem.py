@@ -184,7 +184,8 @@ def signature(op: str, problem: BlockAttention, device: Device) -> KernelSignatu
         sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
                     ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
-                    ("added", _ADDED.index(problem.added)), ("dropped", problem.dropped), ("parts", problem.parts)),
+                    ("added", _ADDED.index(problem.added)), ("dropped", problem.dropped),
+                    *((("parts", problem.parts),) if problem.parts else ())),
     )  # fmt: skip
 
 
@@ -202,7 +203,7 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
         sizes["batch"], heads, given["group"], sizes["q_len"], sizes["k_len"], given["depth"], given["v_depth"],
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
         given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]), _ADDED[given["added"]],
-        kept=ALWAYS - 6554 * given["dropped"], parts=given["parts"],
+        kept=ALWAYS - 6554 * given["dropped"], parts=given.get("parts", 0),
     )  # fmt: skip
     return contiguous(problem, shapes)
 

@@ -74,7 +74,7 @@ def attention(
         blocks, added = _scanned(query, key, pattern, block)
     else:
         blocks = kept_blocks(query, key, pattern, block)
-        if _has_kernels(query):
+        if has_kernels(query):
             parts = pattern_of(pattern).list_parts(block, *_work(query, key, value, softcap == 0 and alibi is None))
     return attend_blocks(
         query, key, value, blocks, added, scale=scale, softcap=softcap, alibi=alibi, dropout=dropout, seed=seed,
@@ -132,12 +132,12 @@ def _block(
     """The block that was asked for, or the faster one of a pattern."""
     if block is not None:
         return block
-    if not _has_kernels(query) or isinstance(pattern, Tensor):
+    if not has_kernels(query) or isinstance(pattern, Tensor):
         return DEFAULT_BLOCK
     return WIDE_BLOCK if pattern_of(pattern).wide_is_faster(*_work(query, key, value, True)) else DEFAULT_BLOCK
 
 
-def _has_kernels(query: Tensor) -> bool:
+def has_kernels(query: Tensor) -> bool:
     """Whether estimates have something to choose among."""
     return query.device.type == "cuda"
 

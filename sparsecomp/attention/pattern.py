@@ -156,10 +156,11 @@ class AttentionPattern(ABC):
 
             w = AttentionWork(*work)
             lengths = (w.q_len, w.k_len)
-            blocks = of_faster_block(
-                self.kept(*lengths, DEFAULT_BLOCK, w.device), lambda: self.kept(*lengths, WIDE_BLOCK, w.device),
-                max(w.depth, w.v_depth), w.dtype, w.trained,
-            )  # fmt: skip
+            with _compat.outside_modes(), torch.inference_mode(False), torch.no_grad():
+                blocks = of_faster_block(
+                    self.kept(*lengths, DEFAULT_BLOCK, w.device), lambda: self.kept(*lengths, WIDE_BLOCK, w.device),
+                    max(w.depth, w.v_depth), w.dtype, w.trained,
+                )  # fmt: skip
             found[work] = (blocks.block_q, blocks.block_k) == WIDE_BLOCK
         return found[work]
 
