@@ -21,6 +21,7 @@ from sparsecomp.attention.choice import AttentionChoice, AttentionWork, chosen_w
 from sparsecomp.attention.pairs import Bounds, Pairs, Ranges
 from sparsecomp.errors import PatternError
 from sparsecomp.formats.bsr import BSR
+from sparsecomp.lowering.attention.block_choice import of_faster_block
 from sparsecomp.reference.attention.blocks import DEFAULT_BLOCK, WIDE_BLOCK, AttentionBlocks, check_block_sizes
 from sparsecomp.reference.attention.elements import AttentionElements, elements_of_blocks
 
@@ -152,8 +153,6 @@ class AttentionPattern(ABC):
             object.__setattr__(self, "_wide", {})
         found = self.__dict__["_wide"]
         if work not in found:
-            from sparsecomp.lowering.attention.block_choice import of_faster_block
-
             w = AttentionWork(*work)
             lengths = (w.q_len, w.k_len)
             with _compat.outside_modes(), torch.inference_mode(False), torch.no_grad():

@@ -180,7 +180,6 @@ def test_blocks_and_parts_are_chosen_once_and_are_constants_of_a_graph(
     """As on a card: within a compiled function, too, without a break."""
     from sparsecomp.attention import functional
     from sparsecomp.attention import pattern as patterns
-    from sparsecomp.lowering.attention import block_choice
 
     asked = []
 
@@ -189,7 +188,7 @@ def test_blocks_and_parts_are_chosen_once_and_are_constants_of_a_graph(
         return make() if wide else blocks
 
     monkeypatch.setattr(functional, "has_kernels", lambda query: True)
-    monkeypatch.setattr(block_choice, "of_faster_block", of_faster_block)
+    monkeypatch.setattr(patterns, "of_faster_block", of_faster_block)
     monkeypatch.setattr(patterns, "chosen_way", lambda *work: AttentionChoice("blocks", {}, "", 3))
     pattern, x = LocalWindow(5, 0) | LocalWindow(0, 2), torch.randn(1, 2, 70, 16)
     seen = []
