@@ -82,6 +82,8 @@ class _Attention:
         hinted = g["is_causal"] and not g["need_weights"]
         masked = g["key_padding_mask"] is not None or (g["attn_mask"] is not None and not hinted)
         few = not g["add_zero_attn"] and all(g[name] is None for name in _LEFT)
+        if any("example_value" not in one.meta for one in (self.node, *self.node.all_input_nodes)):
+            return False  # nothing says what it is given
         shapes = [example_of(g[name]).shape for name in ("query", "key", "value")]
         static = all(len(shape) == 3 and all(type(size) is int for size in shape) for shape in shapes)
         read = [user.args[1:] for user in self.node.users if user.target is operator.getitem]
