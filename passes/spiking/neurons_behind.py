@@ -126,7 +126,7 @@ def _ways(x: Any, found: Between, is_layer: Callable[[fx.Node], bool], has_norm:
         operands = op.input, op.get("other")
         # in place it writes to its first operand
         for ours, other in (operands,) if op.inplace else (operands, operands[::-1]):
-            if isinstance(ours, fx.Node) and isinstance(other, fx.Node):
+            if isinstance(ours, fx.Node) and isinstance(other, fx.Node) and ours is not other:
                 yield from _ways(ours, Between(node, (*chain, node), None, node, other), is_layer, has_norm)
     elif op.name == "batch_norm" and _is_evaluated(op) and found.norm is None:
         yield from _ways(op.input, Between(node, (*chain, node), op, found.joint, found.added), is_layer, has_norm)

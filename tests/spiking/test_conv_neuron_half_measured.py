@@ -59,3 +59,12 @@ def test_most_layers_gain():
 def test_a_row_without_figures_has_a_place_in_the_table():
     lost = {"case": "lost", "shape": [], "ms": {}, "configurations": {}, "left out": {"ways": "no memory"}}
     assert table([ROWS[0], lost]).splitlines()[-1].endswith("| {'ways': 'no memory'} |")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["case"])
+def test_the_estimate_of_stock_is_near_what_it_took(row):
+    """Of layers that take longer than a few launches: it is fitted to these."""
+    if row["ms"]["stock"] < 0.025:
+        pytest.skip("launches are most of it")
+    estimated = decision_of(case_of(row), CARD).seconds["dense"] * 1e3
+    assert 0.75 * row["ms"]["stock"] < estimated < 1.25 * row["ms"]["stock"]

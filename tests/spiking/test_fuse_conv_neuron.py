@@ -181,6 +181,11 @@ JUDGED: dict[str, tuple[Callable[[], nn.Module], int, str | None]] = {
         lambda: OnSpikes(lambda y: y.view(4, 2, 4, 2, 6, 6)), 4, "the neurons' channels are not its outputs",
     ),
     "a sum": (lambda: OnSpikes(lambda y: y + 1), 4, None),
+    "twice": (lambda: OnSpikes(lambda y: y + y), 4, None),
+    "less": (lambda: OnSpikes(lambda y: torch.sub(y, torch.ones_like(y))), 4, None),
+    "more of it": (lambda: OnSpikes(lambda y: torch.add(y, torch.ones_like(y), alpha=2)), 4, None),
+    "one more": (lambda: OnSpikes(lambda y: y + torch.ones(6)), 4, "what is added is of another shape"),
+    "doubles": (lambda: OnSpikes(lambda y: (y + torch.ones(y.shape, dtype=torch.double)).float()), 4, None),
 }
 
 
