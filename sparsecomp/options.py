@@ -45,8 +45,8 @@ class Options:
         density: share of non-zero inputs to assume where none was measured, in [0, 1]; of masks of attention that are
             data, the share of blocks that are kept, and of caches that of keys, where all are reckoned with otherwise.
         neurons: `fuse` replaces spikingjelly's neuron operators by ours on the CPU too, runs layers in loops over time
-            once, and hand-written neurons as one operator; `auto` replaces the former on CUDA only. In training they
-            are replaced by ones that keep less.
+            once, and hand-written neurons as one operator; `auto` replaces the former on CUDA only, and hand-written
+            ones there in inference where that pays by estimate. In training they are replaced by ones that keep less.
         memory: of a training step of a spiking network. `auto` keeps spikes as bits and computes membranes again, at no
             cost of time; `low` also computes again in the backward what layers on spikes gave, by about a third more
             products than in `auto`. In inference it keeps no dense copy beside a sparse weight.
