@@ -59,11 +59,11 @@ def attention(
     """
     if query.is_nested or key.is_nested or value.is_nested:
         raise FormatError("operands are nested: sparsecomp.attention.packed_attention takes nested tensors")
-    block = _block(query, key, value, pattern, block)
-    if isinstance(pattern, Tensor) or dropout:
-        how = _by_blocks(by)
-    else:
-        how = _way(query, key, value, pattern, block, by, softcap == 0 and alibi is None)
+    plain = softcap == 0 and alibi is None
+    chooses = not isinstance(pattern, Tensor) and has_kernels(query, key, value)
+    work = _work(query, key, value, plain) if chooses else ()
+    block = _block(pattern, work) if block is None else block
+    how = _by_blocks(by) if isinstance(pattern, Tensor) or dropout else _way(pattern, block, by, plain, work)
     if how == "dense":
         return _dense(query, key, value, pattern_of(pattern), scale)
     if how == "elements":
@@ -74,8 +74,7 @@ def attention(
         blocks, added = _scanned(query, key, pattern, block)
     else:
         blocks = kept_blocks(query, key, pattern, block)
-        if has_kernels(query):
-            parts = pattern_of(pattern).list_parts(block, *_work(query, key, value, softcap == 0 and alibi is None))
+        parts = pattern_of(pattern).list_parts(block, *work) if work else 0
     return attend_blocks(
         query, key, value, blocks, added, scale=scale, softcap=softcap, alibi=alibi, dropout=dropout, seed=seed,
         parts=parts,
@@ -123,35 +122,30 @@ def attention_choice(
         MaskError: an impossible block.
     """
     work = _work(query, key, value, softcap == 0 and alibi is None)
-    return pattern_of(pattern).chosen(_block(query, key, value, pattern, block), *work)
+    if block is None:
+        block = _block(pattern, work if has_kernels(query, key, value) else ())
+    return pattern_of(pattern).chosen(block, *work)
 
 
-def _block(
-    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | Tensor, block: tuple[int, int] | None
-) -> tuple[int, int]:
-    """The block that was asked for, or the faster one of a pattern."""
-    if block is not None:
-        return block
-    if not has_kernels(query) or isinstance(pattern, Tensor):
-        return DEFAULT_BLOCK
-    return WIDE_BLOCK if pattern_of(pattern).wide_is_faster(*_work(query, key, value, True)) else DEFAULT_BLOCK
+def _block(pattern: AttentionPattern | Tensor, work: tuple[Any, ...]) -> tuple[int, int]:
+    """The faster block of a pattern, if there is work to choose by."""
+    return WIDE_BLOCK if work and pattern_of(pattern).wide_is_faster(*work) else DEFAULT_BLOCK
 
 
-def has_kernels(query: Tensor) -> bool:
-    """Whether estimates have something to choose among."""
-    return query.device.type == "cuda"
+def has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether estimates have something to choose among: on a GPU, where operands have the form that is needed."""
+    on_card = query.device.type == "cuda" and query.dim() == key.dim() == value.dim() == 4
+    return on_card and key.shape[1] > 0 and query.shape[1] % key.shape[1] == 0
 
 
-def _way(
-    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern, block: tuple[int, int], by: str, plain: bool
-) -> str:
+def _way(pattern: AttentionPattern, block: tuple[int, int], by: str, plain: bool, work: tuple[Any, ...]) -> str:
     if by not in ("auto", "blocks", "elements", "dense") or (by == "dense" and not plain):
         raise ConfigError(
             f"by is {by!r}, needs auto, blocks, elements or dense, the last without softcap and alibi"
         )
-    if by != "auto" or query.device.type != "cuda":
+    if by != "auto" or not work:
         return "blocks" if by == "auto" else by
-    return pattern_of(pattern).way(block, *_work(query, key, value, plain))
+    return pattern_of(pattern).way(block, *work)
 
 
 def _work(query: Tensor, key: Tensor, value: Tensor, plain: bool) -> tuple[Any, ...]:

@@ -187,7 +187,7 @@ def test_blocks_and_parts_are_chosen_once_and_are_constants_of_a_graph(
         asked.append(how)
         return make() if wide else blocks
 
-    monkeypatch.setattr(functional, "has_kernels", lambda query: True)
+    monkeypatch.setattr(functional, "has_kernels", lambda *operands: True)
     monkeypatch.setattr(patterns, "of_faster_block", of_faster_block)
     monkeypatch.setattr(patterns, "chosen_way", lambda *work: AttentionChoice("blocks", {}, "", 3))
     pattern, x = LocalWindow(5, 0) | LocalWindow(0, 2), torch.randn(1, 2, 70, 16)
