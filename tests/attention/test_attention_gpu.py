@@ -108,3 +108,35 @@ def test_a_large_window_by_estimate() -> None:
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x), atol=2e-2, rtol=2e-2)
     assert [one.rewritten for one in sparsecomp.last_report().sites if one.rule == "block_attention"] == [True]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_training_step_of_wide_heads_with_a_long_window_takes_blocks_of_128(compiles: bool) -> None:
+    pattern, random = LocalWindow(1300, 0), torch.Generator(DEVICE).manual_seed(0)
+    inputs = [torch.randn(1, heads, 4096, 128, device=DEVICE, generator=random).bfloat16().requires_grad_()
+              for heads in (4, 2, 2)]  # fmt: skip
+    call = torch.compile(attention, backend="sparsecomp", fullgraph=True) if compiles else attention
+    found = call(*inputs, pattern)
+    assert any(name.startswith("_kept_4096_4096_128_") for name in vars(pattern))
+    doubles = [one.detach().double().requires_grad_() for one in inputs]
+    with sdpa_kernel(SDPBackend.MATH):
+        mask = pattern.to_dense(4096, device=DEVICE)
+        right = F.scaled_dot_product_attention(*doubles, mask, enable_gqa=True)
+    grads = [torch.autograd.grad(one.float().square().sum(), given) for one, given in ((found, inputs), (right, doubles))]
+    for one, other in zip((found, *grads[0]), (right, *grads[1]), strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 3e-2
+
+
+def test_layers_of_torch_with_padding_are_trained_unchanged() -> None:
+    layer = torch.nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(DEVICE).train()
+    compiled = torch.compile(model, backend="sparsecomp", options={"implementation": "skip"})
+    x = torch.randn(2, N, 64, device=DEVICE)
+    padding = torch.arange(N, device=DEVICE) >= torch.tensor([[N], [700]], device=DEVICE)
+    results = []
+    for run in (compiled, model):
+        out = run(x, src_key_padding_mask=padding)
+        results.append((out, *torch.autograd.grad(out[~padding].square().sum(), list(model.parameters()))))
+    assert [one.rewritten for one in sparsecomp.last_report().sites if one.rule == "block_attention"] == [True] * 2
+    for one, other in zip(*results, strict=True):
+        assert float((one - other).norm() / other.norm()) < 5e-3
