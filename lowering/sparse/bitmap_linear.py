@@ -63,7 +63,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 
 
 class BitmapLinear(NamedTuple):
-    """A weight (m, k) times n rows of x; everything but the output is contiguous.
+    """A weight (m, k), or several with m rows in all, times n rows of x; everything but the output is contiguous.
 
     Attributes:
         nnz: values that are stored.
@@ -73,6 +73,7 @@ class BitmapLinear(NamedTuple):
         index_dtype: of where chunks begin.
         output: the output (m, n) and its epilogue.
         batch: of x; the kernel wants 1.
+        parts: rows of each of several weights; see `lowering.sparse.bitmap_siblings`.
     """
 
     m: int
@@ -85,6 +86,7 @@ class BitmapLinear(NamedTuple):
     index_dtype: str
     output: Output
     batch: int = 1
+    parts: tuple[int, ...] = ()
 
     @property
     def density(self) -> float:
@@ -94,7 +96,7 @@ class BitmapLinear(NamedTuple):
     @property
     def strips(self) -> int:
         """Of sixteen rows."""
-        return -(-self.m // STRIP)
+        return sum(-(-rows // STRIP) for rows in self.parts or (self.m,))
 
     @property
     def turns(self) -> int:

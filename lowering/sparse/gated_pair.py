@@ -28,7 +28,7 @@ from sparsecomp.reference.patterns import Layout
 _Launch = Callable[..., None]
 
 
-def _paired(name: str, alone: Operation[Any]) -> Operation[Any]:
+def paired(name: str, alone: Operation[Any]) -> Operation[Any]:
     """The operation on pairs of what `alone` takes one of.
 
     Its operands are the arrays of one weight, those of the other, dense, both biases and the output.
@@ -62,8 +62,8 @@ def _one_of(problem: Any, place: int) -> Any:
     return problem._replace(distance=distances[place]) if len(distances) > 1 else problem
 
 
-NARROW_PAIR = _paired("narrow_pair", SPMM_NARROW)
-CSR_PAIR = _paired("csr_pair", SPMM_CSR)
+NARROW_PAIR = paired("narrow_pair", SPMM_NARROW)
+CSR_PAIR = paired("csr_pair", SPMM_CSR)
 PAIRS = {"narrow": NARROW_PAIR, "csr": CSR_PAIR}
 """By format."""
 

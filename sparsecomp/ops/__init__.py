@@ -29,6 +29,8 @@ from sparsecomp.ops.masked.elementwise import (
 )
 from sparsecomp.ops.masked.selective_step import selective_step
 from sparsecomp.ops.sparse import bitmap_linear as _bitmap_linear  # noqa: F401
+from sparsecomp.ops.sparse import bitmap_pair as _bitmap_pair  # noqa: F401
+from sparsecomp.ops.sparse import bitmap_siblings as _bitmap_siblings  # noqa: F401
 from sparsecomp.ops.sparse import dense_copy as _dense_copy  # noqa: F401
 from sparsecomp.ops.sparse import dense_linear as _dense_linear  # noqa: F401
 from sparsecomp.ops.sparse import dense_weight as _dense_weight  # noqa: F401

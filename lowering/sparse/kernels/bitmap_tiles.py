@@ -6,6 +6,8 @@ Each warp of a program takes every so many of the turns of one strip of sixteen 
 NaN or infinite is computed anew by what is stored alone.
 """
 
+from typing import Any
+
 import sympy
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,47 +29,53 @@ def _constraints(sums):
 
 
 @gluon.constexpr_function
-def _lines(warps, depth, strips, slot):
+def ring_lines(warps, depth, strips, slot):
     """Of 128 bytes, the rings and one more."""
     return -(-ring_bytes(warps, depth, strips, slot) // 128) + 1
 
 
 @gluon.constexpr_function
-def _of_threads(sums, warps):
+def of_threads(sums, warps):
     """Layout (sums, threads): a thread has all of its sums."""
     return gl.BlockedLayout([sums, 1], [1, 32], [1, warps], [0, 1])
 
 
 @gluon.constexpr_function
-def _finished(warps):
+def finished_layout(warps):
     """Layout (rows, rows of x) of a program's sums: for most configurations one a thread, where rows lie in memory."""
     return gl.BlockedLayout([1, 1], [16, 2], [1, warps], [0, 1])
 
 
 @gluon.jit
-def _walked(
-    starts_ptr, heads_ptr, values_ptr, x_ptr, first, strips, turns, N, K,
-    DTYPE: gl.constexpr, INDEX: gl.constexpr, GRAIN: gl.constexpr, HEAD: gl.constexpr, DEPTH: gl.constexpr,
-    STRIPS: gl.constexpr, HALVES: gl.constexpr, SLOT: gl.constexpr, WHOLE: gl.constexpr, num_warps: gl.constexpr,
+def walked(
+    starts, heads, values, x_ptr, first, strips, turns, N, K,
+    DTYPE: gl.constexpr, INDEX: gl.constexpr, GRAIN: gl.constexpr, HEAD: gl.constexpr, WEIGHTS: gl.constexpr,
+    DEPTH: gl.constexpr, STRIPS: gl.constexpr, HALVES: gl.constexpr, SLOT: gl.constexpr, WHOLE: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
-    """The sums (16 · STRIPS, 8 · HALVES) of all turns."""
+    """Each thread's sums (4 · STRIPS · HALVES, threads) of its turns; starts, heads and values are addresses, by thread
+    where the warps divide several WEIGHTS among them."""
     sums: gl.constexpr = 4 * STRIPS * HALVES
     # the walk finds the rings by the name of shared memory, at whose beginning they lie; a store keeps them there
-    lines: gl.constexpr = _lines(num_warps, DEPTH, STRIPS, SLOT)
+    lines: gl.constexpr = ring_lines(num_warps, DEPTH, STRIPS, SLOT)
     rings = gl.allocate_shared_memory(gl.int32, [lines, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings.index(lines - 1).store(gl.zeros([32], gl.int32, gl.BlockedLayout([1], [32], [num_warps], [0])))
-    everywhere = gl.zeros([sums, 32 * num_warps], gl.int32, _of_threads(sums, num_warps))
-    found = gl.inline_asm_elementwise(
-        walk(DTYPE, INDEX, GRAIN, HEAD, num_warps, DEPTH, STRIPS, HALVES, SLOT, WHOLE), _constraints(sums),
-        [starts_ptr.to(gl.int64) + everywhere, heads_ptr.to(gl.int64) + everywhere,
-         values_ptr.to(gl.int64) + everywhere, x_ptr.to(gl.int64) + everywhere, first + everywhere,
-         strips - 1 + everywhere, turns + everywhere, K + everywhere, N + everywhere],
+    everywhere = gl.zeros([sums, 32 * num_warps], gl.int32, of_threads(sums, num_warps))
+    return gl.inline_asm_elementwise(
+        walk(DTYPE, INDEX, GRAIN, HEAD, num_warps, WEIGHTS, DEPTH, STRIPS, HALVES, SLOT, WHOLE), _constraints(sums),
+        [starts + everywhere, heads + everywhere, values + everywhere, x_ptr.to(gl.int64) + everywhere,
+         first + everywhere, strips - 1 + everywhere, turns + everywhere, K + everywhere, N + everywhere],
         dtype=gl.float32, is_pure=False, pack=sums,
     )  # fmt: skip
-    total = gl.sum(gl.reshape(found, [sums, num_warps, 32]), 1)
+
+
+@gluon.jit
+def summed(found, STRIPS: gl.constexpr, HALVES: gl.constexpr, num_warps: gl.constexpr):
+    """The sums (16 · STRIPS, 8 · HALVES) of all turns."""
+    total = gl.sum(gl.reshape(found, [4 * STRIPS * HALVES, num_warps, 32]), 1)
     # a thread's registers are two neighbouring rows of x by a row, and by the row eight below
     total = gl.permute(gl.reshape(total, [STRIPS, HALVES, 2, 2, 8, 4]), [0, 2, 4, 1, 5, 3])
-    return gl.convert_layout(gl.reshape(total, [16 * STRIPS, 8 * HALVES]), _finished(num_warps))
+    return gl.convert_layout(gl.reshape(total, [16 * STRIPS, 8 * HALVES]), finished_layout(num_warps))
 
 
 @gluon.jit
@@ -115,6 +123,22 @@ def _gathered(
 
 
 @gluon.jit
+def completed(
+    total, starts_ptr, heads_ptr, values_ptr, x_ptr, rows, cols, mask, K, turns,
+    GRAIN: gl.constexpr, TILES: gl.constexpr, CHUNK: gl.constexpr, HEAD: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
+    """The sums, those of them that are not finite computed anew."""
+    bad = mask & (total - total != 0.0)  # NaN too where a chunk was too long
+    if gl.sum(gl.sum(bad.to(gl.int32), 1), 0) > 0:
+        again = _gathered(
+            starts_ptr, heads_ptr, values_ptr, x_ptr, rows[:, None], cols[None, :], bad, K, turns,
+            GRAIN, TILES, CHUNK, HEAD, UNIT,
+        )  # fmt: skip
+        total = gl.where(bad, again, total)
+    return total
+
+
+@gluon.jit
 def bitmap_tiles_kernel(
     starts_ptr, heads_ptr, values_ptr, x_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, K, strips, turns, out_b, out_m, out_n, res_b, res_m, res_n, scale,
@@ -123,29 +147,31 @@ def bitmap_tiles_kernel(
     WHOLE: gl.constexpr, HALVES: gl.constexpr, STRIPS: gl.constexpr, DEPTH: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """STRIPS strips of 16 rows of the weight times up to 8 · HALVES rows of x."""
-    layout: gl.constexpr = _finished(num_warps)
+    layout: gl.constexpr = finished_layout(num_warps)
     first = gl.program_id(0) * STRIPS
     rows = first * 16 + gl.arange(0, 16 * STRIPS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, 8 * HALVES, layout=gl.SliceLayout(0, layout))
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    total = _walked(
-        starts_ptr, heads_ptr, values_ptr, x_ptr, first, strips, turns, N, K,
-        DTYPE, INDEX, GRAIN, HEAD, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps,
+    found = walked(
+        starts_ptr.to(gl.int64), heads_ptr.to(gl.int64), values_ptr.to(gl.int64), x_ptr, first, strips, turns, N, K,
+        DTYPE, INDEX, GRAIN, HEAD, 1, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps,
     )  # fmt: skip
-    bad = mask & (total - total != 0.0)  # NaN too where a chunk was too long
-    if gl.sum(gl.sum(bad.to(gl.int32), 1), 0) > 0:
-        again = _gathered(
-            starts_ptr, heads_ptr, values_ptr, x_ptr, rows[:, None], cols[None, :], bad, K, turns,
-            GRAIN, TILES, CHUNK, HEAD, UNIT,
-        )  # fmt: skip
-        total = gl.where(bad, again, total)
+    total = completed(
+        summed(found, STRIPS, HALVES, num_warps), starts_ptr, heads_ptr, values_ptr, x_ptr, rows, cols, mask, K, turns,
+        GRAIN, TILES, CHUNK, HEAD, UNIT,
+    )  # fmt: skip
     finish(
         total, bias_ptr, residual_ptr, out_ptr, 0, rows, cols, mask,
         out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
     )  # fmt: skip
 
 
-def _refuse(problem: BitmapLinear, device: Device) -> str | None:
+SUMS = (walked, summed, completed, _gathered, _ones, _constraints, ring_lines, of_threads, finished_layout, *WALK)
+"""What gives the sums."""
+
+
+def refuse(problem: BitmapLinear, device: Device) -> str | None:
+    """Why no kernel of bitmaps takes it on a device, None if one does."""
     if not device.capability:
         return "there is no CUDA device"
     if float(device.capability) < 9.0:
@@ -166,39 +192,57 @@ def _usual_config(problem: BitmapLinear) -> Config:
     return Config(STRIPS=1, warps=warps)
 
 
-def _room(config: Config) -> tuple[int, int]:
-    """Turns in a ring, and most registers of a thread, that let enough programs run at once."""
-    if config["STRIPS"] == 2:
+def _room(strips: int, warps: int) -> tuple[int, int]:
+    """Turns in a ring, and most registers of a thread, that let enough programs of so many warps run at once."""
+    if strips == 2:
         return 2, 96
-    return (4, 80) if config["warps"] < 8 else (2, 64)
+    return (4, 80) if warps < 8 else (2, 64)
 
 
-def _space(problem: BitmapLinear, device: Device) -> list[Config]:
-    """The usual configuration comes first; more warps than turns would be idle."""
+def space(problem: BitmapLinear, device: Device, weights: int = 1) -> list[Config]:
+    """The usual configuration comes first; more warps than turns would be idle.
+
+    Args:
+        weights: that a program has so many warps each for.
+    """
     usual = _usual_config(problem)
     found = [
         Config(STRIPS=strips, warps=warps)
-        for strips in (1, 2) for warps in (2, 4, 8, 16) if warps < 2 * problem.turns
+        for strips in (1, 2) for warps in (2, 4, 8, 16) if warps < 2 * problem.turns and warps * weights <= 16
     ]  # fmt: skip
     every = [usual, *(one for one in found if one != usual)]
-    return [one for one in every if fits_shared(_shared(problem, one), device)]
+    return [one for one in every if fits_shared(_shared(problem, one["STRIPS"], weights * one["warps"]), device)]
 
 
-def _shared(problem: BitmapLinear, config: Config) -> int:
-    return 128 * _lines(config["warps"], _room(config)[0], config["STRIPS"], problem.slot)
+def _shared(problem: BitmapLinear, strips: int, warps: int) -> int:
+    return 128 * ring_lines(warps, _room(strips, warps)[0], strips, problem.slot)
+
+
+def launch_of(
+    kernel: Any, problem: BitmapLinear, config: Config, programs: int, numbers: tuple[Any, ...],
+    constants: dict[str, Any], weights: int = 1,
+) -> Launch:  # fmt: skip
+    """A launch of so many programs of a kernel that is made of `SUMS`.
+
+    Args:
+        numbers, constants: of its own.
+        weights: as of `space`.
+    """
+    p, strips, warps = problem, config["STRIPS"], weights * config["warps"]
+    depth, registers = _room(strips, warps)
+    constants |= {
+        "DTYPE": p.dtype, "INDEX": p.index_dtype, "GRAIN": p.grain, "TILES": TILES, "CHUNK": CHUNK,
+        "HEAD": head_bytes(p.grain), "UNIT": UNIT, "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0, "HALVES": -(-p.n // 8),
+        "STRIPS": strips, "DEPTH": depth,
+    }  # fmt: skip
+    return Launch(kernel, (programs,), numbers, constants, num_warps=warps, maxnreg=registers)
 
 
 def _prepare(problem: BitmapLinear, config: Config) -> Launch:
-    p, strips, (depth, registers) = problem, config["STRIPS"], _room(config)
-    constants = {
-        **p.output.constants, "DTYPE": p.dtype, "INDEX": p.index_dtype, "GRAIN": p.grain, "TILES": TILES,
-        "CHUNK": CHUNK, "HEAD": head_bytes(p.grain), "UNIT": UNIT, "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0,
-        "HALVES": -(-p.n // 8), "STRIPS": strips, "DEPTH": depth,
-    }  # fmt: skip
-    numbers = (p.m, p.n, p.k, p.strips, p.turns, *p.output.numbers)
-    return Launch(
-        bitmap_tiles_kernel, (-(-p.strips // strips),), numbers, constants, num_warps=config["warps"],
-        maxnreg=registers,
+    p, numbers = problem, (problem.m, problem.n, problem.k, problem.strips, problem.turns)
+    return launch_of(
+        bitmap_tiles_kernel, p, config, -(-p.strips // config["STRIPS"]), (*numbers, *p.output.numbers),
+        p.output.constants,
     )  # fmt: skip
 
 
@@ -233,11 +277,9 @@ _reading = _m * _k * (2 * _share + 1 / (8 * _grain)) / (0.9 * _bandwidth)
 BITMAP_TILES = Template(
     name="bitmap_tiles",
     op="bitmap_linear",
-    sources=(
-        bitmap_tiles_kernel, _walked, _gathered, _ones, _constraints, _lines, _of_threads, _finished, *WALK, *FINISH,
-    ),
-    refuse=_refuse,
-    space=_space,
+    sources=(bitmap_tiles_kernel, *SUMS, *FINISH),
+    refuse=refuse,
+    space=space,
     cost=Cost(bytes=sympy.Integer(0), seconds=3.7e-6 + sympy.Max(_walking, _reading) * (1 + _far / 5)),
     prepare=_prepare,
 )  # fmt: skip

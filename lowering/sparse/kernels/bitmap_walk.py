@@ -22,7 +22,7 @@ def ring_bytes(warps, depth, strips, slot):
 
 
 @gluon.constexpr_function
-def walk(dtype, index, grain, head, warps, depth, strips, halves, slot, whole):
+def walk(dtype, index, grain, head, warps, weights, depth, strips, halves, slot, whole):
     """PTX of the sums of a warp's turns; NaN where a chunk has no room in its slot.
 
     Operands: 4 · strips · halves sums; then, in as many copies each, starts, heads, values, x (addresses), the first
@@ -32,13 +32,14 @@ def walk(dtype, index, grain, head, warps, depth, strips, halves, slot, whole):
         index: dtype of starts, int32 or int64.
         grain: neighbours in a row that share a bit, 1 or 2.
         head: bytes of a chunk's head.
+        weights: that the warps of a program divide among them, one a group of neighbouring warps.
         depth: turns in a ring.
         strips: of sixteen rows, next to each other.
         halves: of sixteen rows of x.
         slot: bytes of shared memory for a strip's chunk.
         whole: whether each turn has all its columns.
     """
-    sums = 4 * strips * halves
+    sums, group = 4 * strips * halves, warps // weights
     starts, heads, values, x, first, last, turns, columns, rows = (f"${sums * (1 + place)}" for place in range(9))
     lines = [
         "{",
@@ -68,17 +69,17 @@ def walk(dtype, index, grain, head, warps, depth, strips, halves, slot, whole):
         ]
     for strip in range(strips):
         lines += [f"add.u32 t, {first}, {strip}; min.u32 t, t, {last}; mul.lo.u32 line{strip}, t, {turns};"]
-    lines += ["mov.u32 turn, warp; mov.u32 ahead, warp;"]
+    lines += [f"and.b32 turn, warp, {group - 1}; mov.u32 ahead, turn;"]
     for number in range(depth):
-        lines += _look_ahead(starts, index, turns, warps, strips, number)
+        lines += _look_ahead(starts, index, turns, group, strips, number)
     for number in range(depth):
         lines += [
-            f"add.u32 which, turn, {number * warps}; setp.lt.u32 more, which, {turns};",
+            f"add.u32 which, turn, {number * group}; setp.lt.u32 more, which, {turns};",
             f"add.u32 sub, ring, {number * strips * slot}; add.u32 u, bar, {8 * number};",
             *_copy(heads, values, index, head, strips, slot, number, number),
         ]
     lines += [
-        *_look_ahead(starts, index, turns, warps, strips, 0),
+        *_look_ahead(starts, index, turns, group, strips, 0),
         "mov.u32 place, 0; mov.u32 phase, 0;",
         "TURN:",
         f"setp.ge.u32 done, turn, {turns};",
@@ -93,10 +94,10 @@ def walk(dtype, index, grain, head, warps, depth, strips, halves, slot, whole):
         *(line for strip in range(strips) for line in _open(grain, head, strip, slot)),
         *(line for pair in range(TILES // 2) for line in _pair(dtype, grain, pair, strips, halves, columns, whole)),
         "bar.warp.sync -1;",
-        f"shl.b32 u, place, 3; add.u32 u, u, bar; sub.u32 which, ahead, {warps};",
+        f"shl.b32 u, place, 3; add.u32 u, u, bar; sub.u32 which, ahead, {group};",
         *_copy(heads, values, index, head, strips, slot, 0, "_AGAIN"),
-        *_look_ahead(starts, index, turns, warps, strips, 0),
-        f"add.u32 turn, turn, {warps}; add.u32 place, place, 1;",
+        *_look_ahead(starts, index, turns, group, strips, 0),
+        f"add.u32 turn, turn, {group}; add.u32 place, place, 1;",
         f"setp.eq.u32 done, place, {depth}; @done mov.u32 place, 0; @done xor.b32 phase, phase, 1;",
         "bra.uni TURN;",
         "DONE:",
@@ -115,7 +116,7 @@ def _width(index):
 
 
 @gluon.constexpr_function
-def _look_ahead(starts, index, turns, warps, strips, number):
+def _look_ahead(starts, index, turns, group, strips, number):
     """Where the chunks of the turn `ahead` begin and end, if there is such a turn (`more`)."""
     load, size = f"@more ld.global.nc.u{_width(index)}", _width(index) // 8
     lines = [f"setp.lt.u32 more, ahead, {turns};"]
@@ -125,7 +126,7 @@ def _look_ahead(starts, index, turns, warps, strips, number):
             f"add.u32 t, line{strip}, ahead; mul.wide.u32 w, t, {size}; add.s64 w, w, {starts};",
             f"{load} begin{one}, [w]; {load} end{one}, [w+{size}];",
         ]
-    return [*lines, f"add.u32 ahead, ahead, {warps};"]
+    return [*lines, f"add.u32 ahead, ahead, {group};"]
 
 
 @gluon.constexpr_function
