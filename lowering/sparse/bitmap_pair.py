@@ -29,8 +29,8 @@ def launch_bitmap_pair(
 
     Args:
         x: (n, k), contiguous, of the values' dtype; so is what follows.
-        copies, grain, longest: as of `launch_bitmap_linear`, for weights (m, k) with so many values; `longest` is that of
-            both, and their starts are of one dtype.
+        copies, grain, longest: as of `launch_bitmap_linear`, for weights (m, k) with so many values; `longest` is that
+            of both, and their starts are of one dtype.
         biases: (m,) each, of one dtype that kernels take; both or none.
 
     Raises:
@@ -41,6 +41,7 @@ def launch_bitmap_pair(
     x = aligned(x)
     out = allocate((n, m), (m, 1), x.dtype, x.device)
     described = output_of(out.mT, biases[0], "row", None, activation, 1.0)
-    problem = BitmapLinear(m, k, n, (sum(values) + 1) // 2, grain, longest, dtype_name(x), dtype_name(weight[0]), described)
+    mean, dtypes = (sum(values) + 1) // 2, (dtype_name(x), dtype_name(weight[0]))
+    problem = BitmapLinear(m, k, n, mean, grain, longest, *dtypes, described)
     dispatch.launch(BITMAP_PAIR, problem, *weight, *other, x, *biases, out.mT)
     return out

@@ -70,6 +70,7 @@ class Why(Enum):
         "then; {detail}"
     )
     PAIR_APART = "the gated pair stays two layers and their product: {detail}"
+    LAUNCHES_APART = "the layers that read one input stay launches of their own: {detail}"
     MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
     ATTENTION_AS_WRITTEN = "the attention stays as it was written: {detail}"
     MASK_NOT_FROZEN = (

@@ -69,10 +69,10 @@ def bitmap_pair(
 
     Args:
         x: (..., k), of the dtype of both values.
-        values, pattern, layout, copy: of S, as of `bitmap_linear`; `copy` are its stream and chunks.
+        values, pattern, layout, copy: of S, as of `bitmap_linear`; `copy` is its own.
         bias: (m,); S and T both have one, of one dtype, or none.
         other_values, other_pattern, other_layout, other_copy, other_bias: of T, of the shape of S.
-        grain, longest: of both copies.
+        grain, longest: of both copies, whose first arrays are of one dtype.
         activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
 
     Returns:

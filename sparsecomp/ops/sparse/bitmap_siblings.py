@@ -32,9 +32,9 @@ def bitmap_siblings(
         x: (..., k), of the dtype of all values.
         values, layouts: of each S, as of `bitmap_linear`.
         patterns: index arrays of the first S, then those of the second, and so on.
-        copies: streams and chunks in the same way.
+        copies: that of each in the same way.
         biases: (m,) each, one a weight or none at all.
-        grain, longest: of all copies.
+        grain, longest: of all copies, whose first arrays are of one dtype.
         activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
 
     Returns:

@@ -1,0 +1,115 @@
+"""Layers by bitmaps that read one x, such as queries, keys and values, are one launch.
+
+Each was decided to run by its bitmap (see `passes.sparse.bitmap`), and keeps it: only the launches become one, which
+leaves the card neither idle between them nor half empty in each, as a small layer does. Of more layers than a kernel
+takes, so many that follow each other are one launch.
+"""
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+import sparsecomp.ops.sparse.bitmap_siblings  # noqa: F401  (registers the operator)
+from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
+from sparsecomp.passes.cost.bitmap_linear import decide_siblings
+from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, module_path, refuse
+from sparsecomp.passes.graph.canonicalize import example_of
+from sparsecomp.passes.sparse.layer import BITMAP, Layer, layer_of, product_of
+
+_SIBLINGS = torch.ops.sparsecomp.bitmap_siblings.default
+_PROMISED = torch.ops.sparsecomp.promised.default
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: the first of such layers is a site."""
+    layers = _together(node, ctx)
+    if len(layers) < 2:
+        return None
+    products = [product_of(one, ctx) for one in layers]
+    known = [one for one in products if one is not None]
+    if len(known) < len(products):
+        return refuse(Why.UNKNOWN_SHAPE)
+    last = layers[-1].node
+    if ctx.mode_changes(node, last):
+        return refuse(Why.LAUNCHES_APART, detail="gradients or autocast are switched between them")
+    if not all(_is_there(operand, node, ctx) for one in layers for operand in _operands(one)):
+        return refuse(Why.LAUNCHES_APART, detail="an operand of a later one is computed behind the first")
+    if not all(ctx.analysis.unchanged(operand, node, one.node) for one in layers for operand in _operands(one)):
+        return refuse(Why.LAUNCHES_APART, detail="an operand is written to between them")
+    decision = decide_siblings(known, layers[0].grain)
+    if decision.dense:
+        return refuse(Why.LAUNCHES_APART, detail=decision.reason)
+    *names, end = (f"`{module_path(one.node) or one.node.name}`" for one in layers)
+    reason = f"{', '.join(names)} and {end} in one launch by {decision.implementation}; {decision.reason}"
+    return Plan(lambda: _build(node, layers, ctx), reason, "shared input", dead=_later(layers, node, ctx))
+
+
+RULE = Rule("shared_input", consider, after=("sparse_linear", "gated_pair"))
+
+
+def _together(node: fx.Node, ctx: Context) -> list[Layer]:
+    """The layers that can be one launch with this one, which is the first of them; none if it is not."""
+    layer = layer_of(node) if node.target is BITMAP else None
+    if layer is None or layer.chain.residual is not None:
+        return []
+    found = [layer_of(user) for user in layer.chain.dense.users if user.target is BITMAP]
+    alike = [one for one in found if one is not None and _kind(one) == _kind(layer) and one.chain.residual is None]
+    alike.sort(key=lambda one: ctx.analysis.order[one.node])
+    place = next(place for place, one in enumerate(alike) if one.node is node)
+    return [] if place % MOST_SIBLINGS else alike[place : place + MOST_SIBLINGS]
+
+
+def _kind(layer: Layer) -> tuple[object, ...]:
+    """Equal for layers that one kernel takes, if they read one x."""
+    operands = (layer.chain.dense, layer.chain.sparse, layer.chain.bias, layer.bitmap[0])
+    dtypes = [None if operand is None else example_of(operand).dtype for operand in operands]
+    return (layer.chain.dense, layer.grain, layer.chain.activation, *dtypes)
+
+
+def _operands(layer: Layer) -> list[fx.Node]:
+    return layer.node.all_input_nodes
+
+
+def _is_there(operand: fx.Node, node: fx.Node, ctx: Context) -> bool:
+    """Whether an operand stands before a node, or can be made again there: an attribute, or a constant that is looked
+    at in each call."""
+    if ctx.analysis.order[operand] < ctx.analysis.order[node]:
+        return True
+    if operand.target is _PROMISED:
+        return all(_is_there(one, node, ctx) for one in operand.all_input_nodes)
+    return operand.op == "get_attr" and operand not in ctx.written
+
+
+def _later(layers: list[Layer], node: fx.Node, ctx: Context) -> tuple[fx.Node, ...]:
+    """What the layers read that stands behind the first of them and is made again before it, the last first."""
+    later: dict[fx.Node, None] = {}
+    pending = [operand for one in layers for operand in _operands(one)]
+    while pending:
+        operand = pending.pop()
+        if ctx.analysis.order[operand] > ctx.analysis.order[node] and operand not in later:
+            later[operand] = None
+            pending += operand.all_input_nodes
+    return tuple(sorted(later, key=ctx.analysis.order.__getitem__, reverse=True))
+
+
+def _build(node: fx.Node, layers: list[Layer], ctx: Context) -> Mapping[fx.Node, fx.Node]:
+    made: dict[fx.Node, fx.Node] = {}
+
+    def here(operand: fx.Node) -> fx.Node:
+        if ctx.analysis.order[operand] < ctx.analysis.order[node]:
+            return operand
+        if operand not in made:
+            made[operand] = node.graph.node_copy(operand, here)
+        return made[operand]
+
+    first = layers[0].chain
+    outs = call(
+        node.graph, node, _SIBLINGS, first.dense, [here(one.chain.sparse) for one in layers],
+        [here(array) for one in layers for array in one.arrays], [one.layout.written() for one in layers],
+        [here(array) for one in layers for array in one.bitmap],
+        [] if first.bias is None else [here(one.chain.bias) for one in layers], layers[0].grain,
+        max(one.longest for one in layers), first.activation,
+    )  # fmt: skip
+    return {one.node: call(node.graph, one.node, operator.getitem, outs, place) for place, one in enumerate(layers)}
