@@ -46,7 +46,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     return Plan(lambda: _build(node, layers, ctx), reason, "shared input", dead=_later(layers, node, ctx))
 
 
-RULE = Rule("shared_input", consider, after=("sparse_linear", "gated_pair"))
+RULE = Rule("shared_input", consider, after=("sparse_linear", "gated_pair"), of_rewritten=True)
 
 
 def _together(node: fx.Node, ctx: Context) -> list[Layer]:

@@ -132,9 +132,14 @@ def test_spare_capacity_is_not_stored(before, behind, grain):
 
 
 def walked(
-    weight: Tensor, x: Tensor, grain: int, warps: int, depth: int, strips: int, index: str = "int32", longest: int = 0
+    weight: Tensor, x: Tensor, grain: int, warps: int, depth: int, strips: int, index: str = "int32", longest: int = 0,
+    group: tuple[int, int] = (0, 1),
 ) -> np.ndarray:  # fmt: skip
-    """weight @ x.mT (m, n) by the PTX of the kernel."""
+    """weight @ x.mT (m, n) by the PTX of the kernel.
+
+    Args:
+        group: which weight of how many that a program's warps divide among them.
+    """
     from sparsecomp.formats.lanes import CHUNK, head_bytes
     from sparsecomp.lowering.sparse.kernels.bitmap_walk import ring_bytes, walk
 
@@ -142,9 +147,10 @@ def walked(
     starts, head = starts.to(getattr(torch, index)), head_bytes(grain)
     (m, k), n, slot, halves = weight.shape, x.shape[0], head + -(-longest // 8) * 16 + 16, -(-x.shape[0] // 8)
     all_strips, turns, sums = -(-m // 16), -(-k // CHUNK), 4 * strips * halves
-    text = walk("float16", index, grain, head, warps, depth, strips, halves, slot, k % CHUNK == 0)
+    text = walk("float16", index, grain, head, warps, group[1], depth, strips, halves, slot, k % CHUNK == 0)
     found = np.zeros((16 * (all_strips + strips), 8 * halves))
-    for block, number in itertools.product(range(-(-all_strips // strips)), range(warps)):
+    own = range(warps * group[0] // group[1], warps * (group[0] + 1) // group[1])
+    for block, number in itertools.product(range(-(-all_strips // strips)), own):
         tensors = [one.numpy() for one in (starts, heads, values, x)]
         numbers = (1 << 40, 2 << 40, 3 << 40, 4 << 40, block * strips, all_strips - 1, turns, k, n)
         operands = {f"${sums * (1 + place)}": value for place, value in enumerate(numbers)}
@@ -171,6 +177,16 @@ def test_what_a_warp_does_is_the_product(grain, size, rows, zeros, warps, depth,
     assert np.linalg.norm(found - exact) <= 1e-6 * np.linalg.norm(exact)
     if size[1] < 512:
         assert np.array_equal(walked(weight, x, grain, warps, depth, strips, "int64"), found)
+
+
+@needs_triton
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("grain", "warps", "strips", "rows"), [(1, 4, 1, 3), (2, 2, 2, 11), (2, 8, 1, 1)])
+def test_half_of_the_warps_take_all_turns_of_a_weight(grain, warps, strips, rows, which):
+    weight, x = pruned(40, 648), torch.randn(rows, 648, generator=torch.Generator().manual_seed(rows)).half()
+    exact = weight.double().numpy() @ x.double().numpy().T
+    found = walked(weight, x, grain, warps, 2, strips, group=(which, 2))
+    assert np.linalg.norm(found - exact) <= 1e-6 * np.linalg.norm(exact)
 
 
 @needs_triton
@@ -263,29 +279,29 @@ def test_a_weight_whose_chunks_are_too_long_is_multiplied_all_the_same(grain, lo
 
 
 @pytest.mark.slow(reason="compiles in a process of its own")
-def test_the_kernel_compiles_for_a_gpu_that_is_not_there():
-    """As it relies on: its rings begin where shared memory does, and no register is spilled."""
+def test_kernels_compile_for_a_gpu_that_is_not_there():
+    """As they rely on: their rings begin where shared memory does, and no register is spilled."""
     printed = compile_in_subprocess(
         """
         import re
         from triton.experimental.gluon._runtime import GluonASTSource
 
         from sparsecomp.formats.lanes import CHUNK, TILES, UNIT, head_bytes
+        from sparsecomp.lowering.sparse.kernels.bitmap_pair import bitmap_pair_kernel
+        from sparsecomp.lowering.sparse.kernels.bitmap_siblings import bitmap_siblings_kernel
         from sparsecomp.lowering.sparse.kernels.bitmap_tiles import bitmap_tiles_kernel
         from sparsecomp.lowering.sparse.kernels.bitmap_walk import ring_bytes
 
-        numbers = "M N K strips turns out_b out_m out_n res_b res_m res_n".split()
-        cases = (("float16", "int32", 1, 1, 1, 4, True), ("bfloat16", "int64", 2, 2, 2, 2, False),
-                 ("float16", "int32", 1, 1, 2, 8, True))
-        for dtype, index, grain, strips, halves, warps, whole in cases:
+        def check(kernel, more, dtype, index, grain, strips, halves, warps, whole, none=()):
             kind = {"float16": "*fp16", "bfloat16": "*bf16"}[dtype]
-            types = dict.fromkeys(numbers, "i32") | dict.fromkeys("x_ptr bias_ptr residual_ptr out_ptr".split(), kind)
-            types |= dict(starts_ptr="*i" + index[3:], heads_ptr="*u8", values_ptr=kind, scale="fp32")
+            own = {"starts_ptr": "*i" + index[3:], "heads_ptr": "*u8"}
+            types = {name: next((one for end, one in own.items() if name.endswith(end)), kind)
+                     if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | {"scale": "fp32"}
             constants = dict(
-                BIAS_ROWS=True, ACTIVATION="silu", DTYPE=dtype, INDEX=index, GRAIN=grain, TILES=TILES, CHUNK=CHUNK,
+                ACTIVATION="silu", DTYPE=dtype, INDEX=index, GRAIN=grain, TILES=TILES, CHUNK=CHUNK,
                 HEAD=head_bytes(grain), UNIT=UNIT, SLOT=1920, WHOLE=whole, HALVES=halves, STRIPS=strips,
-                DEPTH=2, num_warps=warps)
-            built = build(bitmap_tiles_kernel, types, constants, 90, GluonASTSource, ("K", "M", "out_n"),
+                DEPTH=2, num_warps=warps, **more) | dict.fromkeys(none)
+            built = build(kernel, types, constants, 90, GluonASTSource, ("K", "M", "second_M", "third_M", "out_n"),
                           num_warps=warps, maxnreg=64 * strips)
             ptx, rings = built.asm["ptx"], ring_bytes(warps, 2, strips, 1920)
             assert ptx.count("mma.sync") == TILES * strips * halves and ptx.count("cp.async.bulk") == 6 * strips
@@ -293,6 +309,15 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_there():
             before = ptx[: ptx.index("mbarrier.init")]
             (at,) = {int(one) for one in re.findall(r"(?:stmatrix|st\\.shared).*?\\[%r\\d+(?:\\+(\\d+))?\\]", before)}
             print(at - rings)
+
+        for case in (("float16", "int32", 1, 1, 1, 4, True), ("bfloat16", "int64", 2, 2, 2, 2, False),
+                     ("float16", "int32", 1, 1, 2, 8, True)):
+            check(bitmap_tiles_kernel, {"BIAS_ROWS": True}, *case)
+        for case in (("float16", "int32", 2, 1, 1, 4, True), ("bfloat16", "int64", 1, 2, 2, 8, False)):
+            check(bitmap_pair_kernel, {}, *case)
+            check(bitmap_siblings_kernel, {}, *case)
+        third = [name for name in bitmap_siblings_kernel.arg_names if name.startswith("third") and name != "third_M"]
+        check(bitmap_siblings_kernel, {}, "float16", "int32", 2, 1, 1, 2, True, none=["bias_ptr", *third])
         """
     )
     # the store that keeps the rings is the line behind them
