@@ -23,6 +23,8 @@ from sparsecomp.lowering.tuning.template import Operation, Template, all_templat
 from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
+from sparsecomp.ops.sparse.bitmap_pair import bitmap_pair
+from sparsecomp.ops.sparse.bitmap_siblings import bitmap_siblings
 from sparsecomp.ops.sparse.dense_copy import dense_copy, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.gated_pair import gated_pair
@@ -216,13 +218,18 @@ def by_a_bitmap(device: str) -> None:
         from sparsecomp.lowering.sparse.bitmap_linear import BitmapChunks, longest_chunk
 
         for rows, dtype in ((1, torch.float16), (11, torch.bfloat16)):
-            weight = torch.randn(37, 408, device=device, dtype=dtype) * (torch.rand(37, 408, device=device) < 0.3)
-            values, arrays, layout = stored_by_rows(CSR.from_dense(weight))
+            dense = torch.randn(37, 408, device=device, dtype=dtype) * (torch.rand(37, 408, device=device) < 0.3)
+            values, arrays, layout = stored_by_rows(CSR.from_dense(dense))
             grain, longest = 1 + (rows > 1), longest_chunk(arrays, layout, 1 + (rows > 1))
             copy = list(BitmapChunks(layout.written(), grain)(values, *arrays)), grain, longest
             x = torch.randn(rows, 408, device=device, dtype=dtype)
-            bitmap_linear(x, values, list(arrays), layout.written(), *copy, x[0, :37].clone(), x[:, :37].clone())
-            SparseLinear(BITMAP.from_dense(weight), requires_grad=False)(x)
+            weight, bias = (values, list(arrays), layout.written(), copy[0]), x[0, :37].clone()
+            bitmap_linear(x, *weight, *copy[1:], bias, x[:, :37].clone())
+            bitmap_pair(x, *weight, bias, *weight, bias, *copy[1:], "silu")
+            for count in (2, 3):
+                patterns, copies = weight[1] * count, copy[0] * count
+                bitmap_siblings(x, [values] * count, patterns, [weight[2]] * count, copies, [bias] * count, *copy[1:])
+            SparseLinear(BITMAP.from_dense(dense), requires_grad=False)(x)
 
 
 def _two_of_four(weight: Tensor) -> tuple[Tensor]:

@@ -19,7 +19,7 @@ from sparsecomp.lowering.sparse.bitmap_pair import BITMAP_PAIR
 from sparsecomp.passes.cost.gated_pair import decide
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
-from sparsecomp.passes.sparse.layer import Layer, layer_of, product_of
+from sparsecomp.passes.sparse.few_rows import FewRows, few_rows_layer, product_of_layer
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _BITMAP_PAIR = torch.ops.sparsecomp.bitmap_pair.default
@@ -47,8 +47,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 RULE = Rule("gated_pair", consider, after=("sparse_linear",))
 
 
-def _judged(node: fx.Node, gate: Layer, up: Layer, read: list[Any], ctx: Context) -> Verdict:
-    products = [product_of(one, ctx) for one in (gate, up)]
+def _judged(node: fx.Node, gate: FewRows, up: FewRows, read: list[Any], ctx: Context) -> Verdict:
+    products = [product_of_layer(one, ctx) for one in (gate, up)]
     if products[0] is None or products[1] is None:
         return refuse(Why.UNKNOWN_SHAPE)
     if products[0].trained or products[1].trained:
@@ -85,21 +85,21 @@ def _apart(detail: str) -> Refusal:
     return refuse(Why.PAIR_APART, detail=detail)
 
 
-def _layer_behind(operand: Any) -> Layer | None:
+def _layer_behind(operand: Any) -> FewRows | None:
     """The layer that an operand is, or is an activation of, which was not fused then."""
-    layer = layer_of(operand)
+    layer = few_rows_layer(operand)
     if layer is not None:
         return layer
     op = op_of(operand) if isinstance(operand, fx.Node) else None
-    return layer_of(op.input) if op is not None and op.name in ACTIVATIONS and not op.inplace else None
+    return few_rows_layer(op.input) if op is not None and op.name in ACTIVATIONS and not op.inplace else None
 
 
-def _runs_kernels(layer: Layer, ctx: Context) -> bool:
+def _runs_kernels(layer: FewRows, ctx: Context) -> bool:
     out = example_of(layer.node)
     return ctx.device(out.device).type == "cuda" and out.dtype in KERNEL_DTYPES and has_triton()
 
 
-def _build(node: fx.Node, gate: Layer, up: Layer) -> fx.Node:
+def _build(node: fx.Node, gate: FewRows, up: FewRows) -> fx.Node:
     x, activation = gate.chain.dense, gate.chain.activation
     weights = [(one.chain.sparse, one.arrays, one.chain.bias) for one in (gate, up)]
     if gate.layout.format == "nm":
@@ -109,7 +109,7 @@ def _build(node: fx.Node, gate: Layer, up: Layer) -> fx.Node:
     return call(node.graph, node, _PAIR, x, *flat, gate.layout.written(), activation)
 
 
-def _build_by_bitmaps(node: fx.Node, gate: Layer, up: Layer) -> fx.Node:
+def _build_by_bitmaps(node: fx.Node, gate: FewRows, up: FewRows) -> fx.Node:
     flat = [
         operand for one in (gate, up)
         for operand in (one.chain.sparse, list(one.arrays), one.layout.written(), list(one.bitmap), one.chain.bias)

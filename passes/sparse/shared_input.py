@@ -16,7 +16,7 @@ from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
 from sparsecomp.passes.cost.bitmap_linear import decide_siblings
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, module_path, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.sparse.layer import BITMAP, Layer, layer_of, product_of
+from sparsecomp.passes.sparse.few_rows import BITMAP, FewRows, few_rows_layer, product_of_layer
 
 _SIBLINGS = torch.ops.sparsecomp.bitmap_siblings.default
 _PROMISED = torch.ops.sparsecomp.promised.default
@@ -27,7 +27,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     layers = _together(node, ctx)
     if len(layers) < 2:
         return None
-    products = [product_of(one, ctx) for one in layers]
+    products = [product_of_layer(one, ctx) for one in layers]
     known = [one for one in products if one is not None]
     if len(known) < len(products):
         return refuse(Why.UNKNOWN_SHAPE)
@@ -49,26 +49,26 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 RULE = Rule("shared_input", consider, after=("sparse_linear", "gated_pair"), of_rewritten=True)
 
 
-def _together(node: fx.Node, ctx: Context) -> list[Layer]:
+def _together(node: fx.Node, ctx: Context) -> list[FewRows]:
     """The layers that can be one launch with this one, which is the first of them; none if it is not."""
-    layer = layer_of(node) if node.target is BITMAP else None
+    layer = few_rows_layer(node) if node.target is BITMAP else None
     if layer is None or layer.chain.residual is not None:
         return []
-    found = [layer_of(user) for user in layer.chain.dense.users if user.target is BITMAP]
+    found = [few_rows_layer(user) for user in layer.chain.dense.users if user.target is BITMAP]
     alike = [one for one in found if one is not None and _kind(one) == _kind(layer) and one.chain.residual is None]
     alike.sort(key=lambda one: ctx.analysis.order[one.node])
     place = next(place for place, one in enumerate(alike) if one.node is node)
     return [] if place % MOST_SIBLINGS else alike[place : place + MOST_SIBLINGS]
 
 
-def _kind(layer: Layer) -> tuple[object, ...]:
+def _kind(layer: FewRows) -> tuple[object, ...]:
     """Equal for layers that one kernel takes, if they read one x."""
     operands = (layer.chain.dense, layer.chain.sparse, layer.chain.bias, layer.bitmap[0])
     dtypes = [None if operand is None else example_of(operand).dtype for operand in operands]
     return (layer.chain.dense, layer.grain, layer.chain.activation, *dtypes)
 
 
-def _operands(layer: Layer) -> list[fx.Node]:
+def _operands(layer: FewRows) -> list[fx.Node]:
     return layer.node.all_input_nodes
 
 
@@ -82,7 +82,7 @@ def _is_there(operand: fx.Node, node: fx.Node, ctx: Context) -> bool:
     return operand.op == "get_attr" and operand not in ctx.written
 
 
-def _later(layers: list[Layer], node: fx.Node, ctx: Context) -> tuple[fx.Node, ...]:
+def _later(layers: list[FewRows], node: fx.Node, ctx: Context) -> tuple[fx.Node, ...]:
     """What the layers read that stands behind the first of them and is made again before it, the last first."""
     later: dict[fx.Node, None] = {}
     pending = [operand for one in layers for operand in _operands(one)]
@@ -94,7 +94,7 @@ def _later(layers: list[Layer], node: fx.Node, ctx: Context) -> tuple[fx.Node, .
     return tuple(sorted(later, key=ctx.analysis.order.__getitem__, reverse=True))
 
 
-def _build(node: fx.Node, layers: list[Layer], ctx: Context) -> Mapping[fx.Node, fx.Node]:
+def _build(node: fx.Node, layers: list[FewRows], ctx: Context) -> Mapping[fx.Node, fx.Node]:
     made: dict[fx.Node, fx.Node] = {}
 
     def here(operand: fx.Node) -> fx.Node:

@@ -315,13 +315,29 @@ def _packed_pair():
     return torch.randn(5, 12), *packed(), torch.randn(4), *packed(), torch.randn(4), "silu"
 
 
+def by_bitmap() -> tuple[Tensor, list[Tensor], str, list[Tensor]]:
+    """Values, index arrays, layout and copy of a weight (4, 16); a CPU does not read the last."""
+    values, pattern = IndexArrays.of(CSR.from_dense(torch.randn(4, 16) * (torch.rand(4, 16) < 0.5)))
+    copy = [torch.zeros(2, dtype=torch.int32), torch.zeros(1, 320, dtype=torch.uint8), torch.zeros(values.numel())]
+    return values, list(pattern.arrays), pattern.layout.written(), copy
+
+
 @example("bitmap_linear")
 def _bitmap_linear():
-    values, pattern = IndexArrays.of(CSR.from_dense(torch.randn(4, 16) * (torch.rand(4, 16) < 0.5)))
-    # a CPU does not read the copy
-    copy = [torch.zeros(2, dtype=torch.int32), torch.zeros(1, 320, dtype=torch.uint8), torch.zeros(40)], 1, 40
-    weight = values, list(pattern.arrays), pattern.layout.written()
-    return torch.randn(5, 16), *weight, *copy, torch.randn(4), torch.randn(5, 4), "relu"
+    return torch.randn(5, 16), *by_bitmap(), 1, 64, torch.randn(4), torch.randn(5, 4), "relu"
+
+
+@example("bitmap_pair")
+def _bitmap_pair():
+    first, second = by_bitmap(), by_bitmap()
+    return torch.randn(5, 16), *first, torch.randn(4), *second, torch.randn(4), 1, 64, "silu"
+
+
+@example("bitmap_siblings")
+def _bitmap_siblings():
+    values, arrays, layouts, copies = zip(by_bitmap(), by_bitmap(), strict=True)
+    biases = [torch.randn(4) for _ in range(2)]
+    return torch.randn(5, 16), [*values], sum(arrays, []), [*layouts], sum(copies, []), biases, 1, 64, "relu"
 
 
 @example("gated_pair csr", "gated_pair narrow")

@@ -145,6 +145,9 @@ PROBLEMS: dict[str, list[Any]] = {
         *(_narrow(n) for n in (1, 2, 5, 16)), _narrow(1, dense=Strides(0, 3, 1)), _narrow(1, distance="int16"),
         _narrow(3, index_dtype="int64"), _narrow(1, nnz=0),
     ],
+    "bitmap_pair": [_bitmap(1), _bitmap(16, "bfloat16")],
+    "bitmap_two": [_bitmap(1, parts=(50, 40))],
+    "bitmap_three": [_bitmap(9, parts=(50, 39, 1))],
     "narrow_pair": [_narrow(1), _narrow(5), _narrow(1, distance="uint8+int16")],
     "csr_pair": [_spmm_csr("columns", n=7, batch=1), _spmm_csr("columns", n=64, batch=1, m=1)],
     "packed_linear": [

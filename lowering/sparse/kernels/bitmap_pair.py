@@ -11,16 +11,15 @@ from sparsecomp.formats.lanes import STRIP
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear
+from sparsecomp.lowering.sparse.kernels import bitmap_tiles
 from sparsecomp.lowering.sparse.kernels.bitmap_tiles import (
-    BITMAP_TILES,
     SUMS,
     completed,
     finished_layout,
     launch_of,
     of_threads,
-    refuse,
     space,
-    summed,
+    turn_sums,
     walked,
 )
 from sparsecomp.lowering.sparse.kernels.epilogue import FINISH_PAIR, finish_pair
@@ -54,11 +53,11 @@ def bitmap_pair_kernel(
         DTYPE, INDEX, GRAIN, HEAD, 2, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps,
     )  # fmt: skip
     gate = completed(
-        summed(gl.where(is_other, 0.0, found), STRIPS, HALVES, num_warps), starts_ptr, heads_ptr, values_ptr, x_ptr,
+        turn_sums(gl.where(is_other, 0.0, found), STRIPS, HALVES, num_warps), starts_ptr, heads_ptr, values_ptr, x_ptr,
         rows, cols, mask, K, turns, GRAIN, TILES, CHUNK, HEAD, UNIT,
     )  # fmt: skip
     up = completed(
-        summed(gl.where(is_other, found, 0.0), STRIPS, HALVES, num_warps), other_starts_ptr, other_heads_ptr,
+        turn_sums(gl.where(is_other, found, 0.0), STRIPS, HALVES, num_warps), other_starts_ptr, other_heads_ptr,
         other_values_ptr, x_ptr, rows, cols, mask, K, turns, GRAIN, TILES, CHUNK, HEAD, UNIT,
     )  # fmt: skip
     finish_pair(gate, up, bias_ptr, other_bias_ptr, out_ptr, rows, cols, mask, out_m, out_n, ACTIVATION)
@@ -78,13 +77,15 @@ def _prepare(problem: BitmapLinear, config: Config) -> Launch:
 
 
 _m, _strips = sizes("m strips")
+# of a layer that has all rows of both
+_seconds = bitmap_tiles.BITMAP_TILES.cost.seconds.subs({_m: 2 * _m, _strips: 2 * _strips})
 
 BITMAP_PAIR_TILES = Template(
     name="bitmap_pair",
     op="bitmap_pair",
     sources=(bitmap_pair_kernel, *SUMS, *FINISH_PAIR),
-    refuse=refuse,
+    refuse=bitmap_tiles.BITMAP_TILES.refuse,
     space=_space,
-    cost=Cost(bytes=sympy.Integer(0), seconds=BITMAP_TILES.cost.seconds.subs({_m: 2 * _m, _strips: 2 * _strips})),
+    cost=Cost(bytes=sympy.Integer(0), seconds=_seconds),
     prepare=_prepare,
 )

@@ -8,15 +8,14 @@ from sparsecomp.formats.lanes import STRIP
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear
 from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
+from sparsecomp.lowering.sparse.kernels import bitmap_tiles
 from sparsecomp.lowering.sparse.kernels.bitmap_tiles import (
-    BITMAP_TILES,
     SUMS,
     completed,
     finished_layout,
     launch_of,
-    refuse,
     space,
-    summed,
+    turn_sums,
     walked,
 )
 from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
@@ -66,8 +65,8 @@ def bitmap_siblings_kernel(
         DTYPE, INDEX, GRAIN, HEAD, 1, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps,
     )  # fmt: skip
     total = completed(
-        summed(found, STRIPS, HALVES, num_warps), starts_ptr, heads_ptr, values_ptr, x_ptr, rows, cols, mask, K, turns,
-        GRAIN, TILES, CHUNK, HEAD, UNIT,
+        turn_sums(found, STRIPS, HALVES, num_warps), starts_ptr, heads_ptr, values_ptr, x_ptr, rows, cols, mask,
+        K, turns, GRAIN, TILES, CHUNK, HEAD, UNIT,
     )  # fmt: skip
     finish(total, bias_ptr, None, out_ptr, 0, rows, cols, mask, 0, 1, M, 0, 0, 0, 1.0, True, ACTIVATION)
 
@@ -86,9 +85,9 @@ def _template(weights: str) -> Template[BitmapLinear]:
         name=f"bitmap_{weights}",
         op=f"bitmap_{weights}",
         sources=(bitmap_siblings_kernel, _chosen, *SUMS, *FINISH),
-        refuse=refuse,
+        refuse=bitmap_tiles.BITMAP_TILES.refuse,
         space=space,
-        cost=Cost(bytes=sympy.Integer(0), seconds=BITMAP_TILES.cost.seconds),
+        cost=Cost(bytes=sympy.Integer(0), seconds=bitmap_tiles.BITMAP_TILES.cost.seconds),
         prepare=_prepare,
     )
 

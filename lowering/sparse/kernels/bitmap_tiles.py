@@ -70,7 +70,7 @@ def walked(
 
 
 @gluon.jit
-def summed(found, STRIPS: gl.constexpr, HALVES: gl.constexpr, num_warps: gl.constexpr):
+def turn_sums(found, STRIPS: gl.constexpr, HALVES: gl.constexpr, num_warps: gl.constexpr):
     """The sums (16 · STRIPS, 8 · HALVES) of all turns."""
     total = gl.sum(gl.reshape(found, [4 * STRIPS * HALVES, num_warps, 32]), 1)
     # a thread's registers are two neighbouring rows of x by a row, and by the row eight below
@@ -157,8 +157,8 @@ def bitmap_tiles_kernel(
         DTYPE, INDEX, GRAIN, HEAD, 1, DEPTH, STRIPS, HALVES, SLOT, WHOLE, num_warps,
     )  # fmt: skip
     total = completed(
-        summed(found, STRIPS, HALVES, num_warps), starts_ptr, heads_ptr, values_ptr, x_ptr, rows, cols, mask, K, turns,
-        GRAIN, TILES, CHUNK, HEAD, UNIT,
+        turn_sums(found, STRIPS, HALVES, num_warps), starts_ptr, heads_ptr, values_ptr, x_ptr, rows, cols, mask,
+        K, turns, GRAIN, TILES, CHUNK, HEAD, UNIT,
     )  # fmt: skip
     finish(
         total, bias_ptr, residual_ptr, out_ptr, 0, rows, cols, mask,
@@ -166,12 +166,11 @@ def bitmap_tiles_kernel(
     )  # fmt: skip
 
 
-SUMS = (walked, summed, completed, _gathered, _ones, _constraints, ring_lines, of_threads, finished_layout, *WALK)
+SUMS = (walked, turn_sums, completed, _gathered, _ones, _constraints, ring_lines, of_threads, finished_layout, *WALK)
 """What gives the sums."""
 
 
-def refuse(problem: BitmapLinear, device: Device) -> str | None:
-    """Why no kernel of bitmaps takes it on a device, None if one does."""
+def _refuse(problem: BitmapLinear, device: Device) -> str | None:
     if not device.capability:
         return "there is no CUDA device"
     if float(device.capability) < 9.0:
@@ -278,7 +277,7 @@ BITMAP_TILES = Template(
     name="bitmap_tiles",
     op="bitmap_linear",
     sources=(bitmap_tiles_kernel, *SUMS, *FINISH),
-    refuse=refuse,
+    refuse=_refuse,
     space=space,
     cost=Cost(bytes=sympy.Integer(0), seconds=3.7e-6 + sympy.Max(_walking, _reading) * (1 + _far / 5)),
     prepare=_prepare,

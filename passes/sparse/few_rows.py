@@ -19,7 +19,7 @@ BITMAP = torch.ops.sparsecomp.bitmap_linear.default
 PACKED = torch.ops.sparsecomp.packed_linear.default
 
 
-class Layer(NamedTuple):
+class FewRows(NamedTuple):
     """A sparse layer of a form that has a kernel for pairs.
 
     Attributes:
@@ -53,7 +53,7 @@ class Layer(NamedTuple):
         return (self.layout.format, self.layout.block, self.layout.shape, example_of(self.arrays[-1]).dim(), *dtypes)
 
 
-def layer_of(node: Any) -> Layer | None:
+def few_rows_layer(node: Any) -> FewRows | None:
     """The layer that a node is, if it is of a form that has a kernel for pairs."""
     if not isinstance(node, fx.Node):
         return None
@@ -61,21 +61,21 @@ def layer_of(node: Any) -> Layer | None:
     if node.target is PACKED:
         x, values, indices, positions, bias, residual, activation = arguments
         layout = Layout("nm", (2, 4), (example_of(values).shape[0], 2 * example_of(values).shape[1]))
-        return Layer(Chain((node,), values, False, x, True, bias, residual, activation), layout, (indices, positions))
+        return FewRows(Chain((node,), values, False, x, True, bias, residual, activation), layout, (indices, positions))
     if node.target is LINEAR:
         x, values, pattern, bias, residual, written, transpose, activation, _ = arguments
         layout = Layout.read(written)
         if layout.format in PAIRS and not transpose:
             chain = Chain((node,), values, False, x, True, bias, residual, activation)
-            return Layer(chain, layout, tuple(pattern[: layout.own]))
+            return FewRows(chain, layout, tuple(pattern[: layout.own]))
     if node.target is BITMAP:
         x, values, pattern, written, copy, grain, longest, bias, residual, activation = arguments
         chain = Chain((node,), values, False, x, True, bias, residual, activation)
-        return Layer(chain, Layout.read(written), tuple(pattern), tuple(copy), grain, longest)
+        return FewRows(chain, Layout.read(written), tuple(pattern), tuple(copy), grain, longest)
     return None
 
 
-def product_of(layer: Layer, ctx: Context) -> Product | None:
+def product_of_layer(layer: FewRows, ctx: Context) -> Product | None:
     """The layer's numbers; None if they are not known."""
     chain, layout, out = layer.chain, layer.layout, example_of(layer.node)
     shape, stored = known_sizes(chain.dense), known_sizes(chain.sparse)
