@@ -103,7 +103,7 @@ def launch_bitmap_siblings(
     outs = [allocate((n, rows), (rows, 1), x.dtype, x.device) for rows in parts]
     described = output_of(outs[0].mT, biases[0], "row", None, activation, 1.0)
     index = dtype_name(weights[0][0])
-    problem = BitmapLinear(m, k, n, sum(values), grain, longest, dtype_name(x), index, described, tuple(parts))
+    problem = BitmapLinear(m, k, n, sum(values), grain, longest, dtype_name(x), index, described, parts=tuple(parts))
     arrays = [array for weight in weights for array in weight]
     dispatch.launch(
         SIBLINGS[len(parts)], problem, *arrays, *none * len(weights[0]), x, *biases, *none,

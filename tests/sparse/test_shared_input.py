@@ -50,7 +50,7 @@ def by_kernel(
     described = output_of(outs[0].mT, given[0], "row", None, activation, 1.0)
     nnz, most = sum(one.values.numel() for one in stored), max(one[2] for one in copies)
     dtypes = str(x.dtype)[6:], "int32"
-    problem = BitmapLinear(sum(parts), k, n, nnz, grain, most, *dtypes, described, parts)
+    problem = BitmapLinear(sum(parts), k, n, nnz, grain, most, *dtypes, described, parts=parts)
     arrays = [array for copy, *_ in copies for array in copy]
     found: dict[str, list[Tensor]] = {}
     for one in SIBLINGS[len(parts)].candidates(problem, device_of(device)):
