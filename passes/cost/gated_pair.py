@@ -44,7 +44,9 @@ def _ways(gate: Product, up: Product, grains: tuple[int, int]) -> list[tuple[Ope
     if gate.layout.format == "nm":
         return [(PACKED_LINEAR, packed_problem(gate, pair=True))]
     mean = gate._replace(entries=(gate.entries + up.entries + 1) // 2)
-    ways: list[tuple[Operation[Any], Any]] = [(PAIRS[gate.layout.format], problem_of(mean)[1])]
+    ways: list[tuple[Operation[Any], Any]] = []
+    if gate.layout.format in PAIRS:
+        ways.append((PAIRS[gate.layout.format], problem_of(mean)[1]))
     if grains[0] and grains[0] == grains[1]:
         ways.append((BITMAP_PAIR, bitmap_problem(mean, grains[0])))
     return ways

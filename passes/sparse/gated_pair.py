@@ -13,14 +13,12 @@ from torch import fx
 
 import sparsecomp.ops.sparse.bitmap_pair
 import sparsecomp.ops.sparse.gated_pair  # noqa: F401  (registers the operators)
-from sparsecomp.lowering.cache.signature import has_triton
 from sparsecomp.lowering.launch.epilogue import ACTIVATIONS
 from sparsecomp.lowering.sparse.bitmap_pair import BITMAP_PAIR
 from sparsecomp.passes.cost.gated_pair import decide
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call, refuse
-from sparsecomp.passes.graph.canonicalize import example_of, op_of
-from sparsecomp.passes.sparse.few_rows import FewRows, few_rows_layer, product_of_layer
-from sparsecomp.reference.precision import KERNEL_DTYPES
+from sparsecomp.passes.graph.canonicalize import op_of
+from sparsecomp.passes.sparse.few_rows import FewRows, few_rows_layer, product_of_layer, runs_kernels
 
 _BITMAP_PAIR = torch.ops.sparsecomp.bitmap_pair.default
 _PAIR = torch.ops.sparsecomp.gated_pair.default
@@ -39,7 +37,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return None
     # the one with an activation is the gate
     gate, up = (first, second) if second.chain.activation == "none" else (second, first)
-    if up.chain.activation != "none" or not _runs_kernels(gate, ctx):
+    if up.chain.activation != "none" or not runs_kernels(gate, ctx):
         return None
     return _judged(node, gate, up, [op.input, op.get("other")], ctx)
 
@@ -94,11 +92,6 @@ def _layer_behind(operand: Any) -> FewRows | None:
     return few_rows_layer(op.input) if op is not None and op.name in ACTIVATIONS and not op.inplace else None
 
 
-def _runs_kernels(layer: FewRows, ctx: Context) -> bool:
-    out = example_of(layer.node)
-    return ctx.device(out.device).type == "cuda" and out.dtype in KERNEL_DTYPES and has_triton()
-
-
 def _build(node: fx.Node, gate: FewRows, up: FewRows) -> fx.Node:
     x, activation = gate.chain.dense, gate.chain.activation
     weights = [(one.chain.sparse, one.arrays, one.chain.bias) for one in (gate, up)]
@@ -112,7 +105,7 @@ def _build(node: fx.Node, gate: FewRows, up: FewRows) -> fx.Node:
 def _build_by_bitmaps(node: fx.Node, gate: FewRows, up: FewRows) -> fx.Node:
     flat = [
         operand for one in (gate, up)
-        for operand in (one.chain.sparse, list(one.arrays), one.layout.written(), list(one.bitmap), one.chain.bias)
+        for operand in (one.chain.sparse, list(one.arrays), one.layout.written(), one.copy, one.chain.bias)
     ]  # fmt: skip
     longest = max(gate.longest, up.longest)
     return call(node.graph, node, _BITMAP_PAIR, gate.chain.dense, *flat, gate.grain, longest, gate.chain.activation)

@@ -16,7 +16,7 @@ from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
 from sparsecomp.passes.cost.bitmap_linear import decide_siblings
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, module_path, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.sparse.few_rows import BITMAP, FewRows, few_rows_layer, product_of_layer
+from sparsecomp.passes.sparse.few_rows import FewRows, few_rows_layer, product_of_layer, runs_kernels
 
 _SIBLINGS = torch.ops.sparsecomp.bitmap_siblings.default
 _PROMISED = torch.ops.sparsecomp.promised.default
@@ -31,6 +31,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     known = [one for one in products if one is not None]
     if len(known) < len(products):
         return refuse(Why.UNKNOWN_SHAPE)
+    if any(one.trained for one in known):
+        return refuse(Why.LAUNCHES_APART, detail="gradients are asked for")
     last = layers[-1].node
     if ctx.mode_changes(node, last):
         return refuse(Why.LAUNCHES_APART, detail="gradients or autocast are switched between them")
@@ -51,21 +53,22 @@ RULE = Rule("shared_input", consider, after=("sparse_linear", "gated_pair"), of_
 
 def _together(node: fx.Node, ctx: Context) -> list[FewRows]:
     """The layers that can be one launch with this one, which is the first of them; none if it is not."""
-    layer = few_rows_layer(node) if node.target is BITMAP else None
-    if layer is None or layer.chain.residual is not None:
+    layer = few_rows_layer(node)
+    if layer is None or not layer.bitmap or layer.chain.residual is not None or not runs_kernels(layer, ctx):
         return []
-    found = [few_rows_layer(user) for user in layer.chain.dense.users if user.target is BITMAP]
-    alike = [one for one in found if one is not None and _kind(one) == _kind(layer) and one.chain.residual is None]
+    found = [few_rows_layer(user) for user in layer.chain.dense.users]
+    alike = [one for one in found if one is not None and _kind(one) == _kind(layer)]
     alike.sort(key=lambda one: ctx.analysis.order[one.node])
     place = next(place for place, one in enumerate(alike) if one.node is node)
     return [] if place % MOST_SIBLINGS else alike[place : place + MOST_SIBLINGS]
 
 
 def _kind(layer: FewRows) -> tuple[object, ...]:
-    """Equal for layers that one kernel takes, if they read one x."""
-    operands = (layer.chain.dense, layer.chain.sparse, layer.chain.bias, layer.bitmap[0])
+    """Equal for layers that one kernel takes."""
+    operands = (layer.chain.sparse, layer.chain.bias, *layer.bitmap[:1])
     dtypes = [None if operand is None else example_of(operand).dtype for operand in operands]
-    return (layer.chain.dense, layer.grain, layer.chain.activation, *dtypes)
+    is_stored = not layer.copy
+    return (layer.chain.dense, layer.grain, is_stored, layer.chain.activation, layer.chain.residual, *dtypes)
 
 
 def _operands(layer: FewRows) -> list[fx.Node]:
@@ -108,7 +111,7 @@ def _build(node: fx.Node, layers: list[FewRows], ctx: Context) -> Mapping[fx.Nod
     outs = call(
         node.graph, node, _SIBLINGS, first.dense, [here(one.chain.sparse) for one in layers],
         [here(array) for one in layers for array in one.arrays], [one.layout.written() for one in layers],
-        [here(array) for one in layers for array in one.bitmap],
+        [here(array) for one in layers for array in one.copy],
         [] if first.bias is None else [here(one.chain.bias) for one in layers], layers[0].grain,
         max(one.longest for one in layers), first.activation,
     )  # fmt: skip

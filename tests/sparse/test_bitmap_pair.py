@@ -15,7 +15,7 @@ from torch import Tensor, fx
 import sparsecomp
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.errors import FormatError, FrozenWeightError
-from sparsecomp.formats import CSR, NARROW
+from sparsecomp.formats import BITMAP, CSR, NARROW
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.options import Options
 from sparsecomp.passes.cost.decision import Decision
@@ -201,6 +201,20 @@ def test_layers_by_bitmaps_are_one_launch(kind, activation, by_bitmaps):
     assert code.count("bitmap_pair.default(") == 1 and "linear.default" not in code
     exact = model.exact(x)
     assert out.shape == exact.shape and (out - exact).norm() <= 2e-3 * exact.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize("rows", [1, 3])
+def test_layers_stored_as_bitmaps_need_no_promise(rows, monkeypatch):
+    """They are read as they are stored, and are no other kind for one having longer chunks than the other."""
+    by_itself = Decision("bitmap_tiles", "asked for", {"bitmap_tiles": 1e-6, "dense": 2e-6})
+    monkeypatch.setattr("sparsecomp.passes.sparse.linear.decided", lambda *operands: by_itself)
+    model, x = Gated(BITMAP, (256, 320), (True, True)), torch.randn(rows, 320).half()
+    out, report, code = rewritten_for("h200", model, x, verify=True)
+    assert implementations(report) == ["bitmap", "bitmap", "gated pair"], site(report, "gated_pair").reason
+    assert code.count("bitmap_pair.default(") == 1 and "constant" not in code
+    exact = model.exact(x)
+    assert (out - exact).norm() <= 2e-3 * exact.norm()
 
 
 @needs_triton

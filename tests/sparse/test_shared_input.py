@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 import sparsecomp
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.errors import FormatError, FrozenWeightError
-from sparsecomp.formats import CSR, NARROW, SparseMatrix
+from sparsecomp.formats import BITMAP, CSR, NARROW, SparseMatrix
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.nn import SparseLinear
 from sparsecomp.options import Options
@@ -234,6 +234,23 @@ def test_layers_on_one_x_are_one_launch(kind, biased, shape, by_bitmaps):
     assert code.count("bitmap_siblings.default(") == 1 and "bitmap_linear" not in code
     for found, exact in zip(out, model.exact(x), strict=True):
         assert found.shape == exact.shape and found.is_contiguous() and (found - exact).norm() <= 1e-3 * exact.norm()
+
+
+@needs_triton
+def test_layers_stored_as_bitmaps_need_no_promise(monkeypatch):
+    """They are read as they are stored."""
+    by_itself = Decision("bitmap_tiles", "asked for", {"bitmap_tiles": 1e-6, "dense": 2e-6})
+    monkeypatch.setattr("sparsecomp.passes.sparse.linear.decided", lambda *operands: by_itself)
+    model, x = Attending(kind=BITMAP, biased=True), torch.randn(2, 264).half()
+    out, report, code = rewritten_for("h200", model, x, verify=True)
+    assert runs_as(report) == 3 * ["bitmap"] + ["shared input"]
+    assert code.count("bitmap_siblings.default(") == 1 and "constant" not in code
+    for found, exact in zip(out, model.exact(x), strict=True):
+        assert (found - exact).norm() <= 1e-3 * exact.norm()
+    for layer in model.layers:
+        layer.values.requires_grad_()
+    report = sparsecomp.explain(model, x, device="h200", mode="reduce-overhead")
+    assert "gradients are asked for" in site(report, "shared_input").reason
 
 
 def one_by_one(x: Tensor, first: nn.Module, second: nn.Module, third: nn.Module) -> Any:

@@ -46,8 +46,9 @@ def _pair_cuda(
         )  # fmt: skip
     check_biases(bias, other_bias)
     first, second = (None if one is None else one.contiguous() for one in (bias, other_bias))
+    copies = copy or [*pattern, values], other_copy or [*other_pattern, other_values]
     out = launch_bitmap_pair(
-        x.reshape(rows, size[-1]).contiguous(), (copy, other_copy), m, (values.shape[0], other_values.shape[0]), grain,
+        x.reshape(rows, size[-1]).contiguous(), copies, m, (values.shape[0], other_values.shape[0]), grain,
         longest, (first, second), activation,
     )  # fmt: skip
     return out if x.dim() == 2 else out.view(*size[:-1], m)
@@ -69,7 +70,7 @@ def bitmap_pair(
 
     Args:
         x: (..., k), of the dtype of both values.
-        values, pattern, layout, copy: of S, as of `bitmap_linear`; `copy` is its own.
+        values, pattern, layout, copy: of S, as of `bitmap_linear`; without a copy S is stored as a bitmap.
         bias: (m,); S and T both have one, of one dtype, or none.
         other_values, other_pattern, other_layout, other_copy, other_bias: of T, of the shape of S.
         grain, longest: of both copies, whose first arrays are of one dtype.

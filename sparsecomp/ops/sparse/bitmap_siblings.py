@@ -32,7 +32,7 @@ def bitmap_siblings(
         x: (..., k), of the dtype of all values.
         values, layouts: of each S, as of `bitmap_linear`.
         patterns: index arrays of the first S, then those of the second, and so on.
-        copies: that of each in the same way.
+        copies: that of each in the same way; without, all are stored as bitmaps.
         biases: (m,) each, one a weight or none at all.
         grain, longest: of all copies, whose first arrays are of one dtype.
         activation: "none", "relu", "gelu", "gelu_tanh", "silu", "sigmoid" or "tanh".
@@ -63,10 +63,14 @@ def _siblings_cuda(x, values, patterns, layouts, copies, biases, grain, longest,
     is_taken = takes_bitmap(size[-1], rows, x.dtype) and all(one.dtype is x.dtype for one in values)
     if not is_taken or 0 in parts:
         return _siblings(x, values, patterns, layouts, copies, biases, grain, longest, activation)
+    if copies:
+        arrays = _divided(copies, [len(copies) // count] * count)
+    else:
+        stored = _divided(patterns, [Layout.read(one).own for one in layouts])
+        arrays = [[*own, one] for own, one in zip(stored, values, strict=True)]
     outs = launch_bitmap_siblings(
-        x.reshape(rows, size[-1]).contiguous(), _divided(copies, [len(copies) // count] * count), parts,
-        [one.shape[0] for one in values], grain, longest, [one.contiguous() for one in biases] or [None] * count,
-        activation,
+        x.reshape(rows, size[-1]).contiguous(), arrays, parts, [one.shape[0] for one in values], grain, longest,
+        [one.contiguous() for one in biases] or [None] * count, activation,
     )  # fmt: skip
     return outs if x.dim() == 2 else [out.view(*size[:-1], m) for out, m in zip(outs, parts, strict=True)]
 
