@@ -418,10 +418,14 @@ def _double(model: nn.Module) -> Any:
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("options", [REPLAYED, {"frozen": True}])
+@pytest.mark.parametrize("kind", [CSR, BITMAP])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_compiled_layers_follow_their_weights(options, rows):
+def test_compiled_layers_follow_their_weights(options, kind, rows, monkeypatch):
+    if kind is BITMAP:
+        by_itself = Decision("bitmap_tiles", "asked for", {"bitmap_tiles": 1e-6, "dense": 2e-6})
+        monkeypatch.setattr("sparsecomp.passes.sparse.linear.decided", lambda *operands: by_itself)
     torch.compiler.reset()
-    model = Attending(rows=(4096, 1024, 1024), size=4096).cuda()
+    model = Attending(kind=kind, rows=(4096, 1024, 1024), size=4096).cuda()
     compiled = torch.compile(model, backend="sparsecomp", options=options)
     with torch.no_grad():
         for step in range(4):
