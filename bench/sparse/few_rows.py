@@ -118,16 +118,19 @@ def _time_bitmap(
     row: dict[str, Any], name: str, grain: int, matrix: SparseMatrix, x: Tensor, exact: Tensor
 ) -> None:  # fmt: skip
     """By the copy that a compiler keeps under the promise."""
+    every = kept_copies(matrix, grain)
+    row["MiB"][name] = round(sum(one.nbytes for one in every[0][3]) / 2**20, 1)
+    _note(row, name, [partial(bitmap_linear, x, *one) for one in every], exact)
+
+
+def kept_copies(matrix: SparseMatrix, grain: int) -> list[tuple[Any, ...]]:
+    """Operands of `bitmap_linear` behind x, up to the longest chunk, with one after another of rotated copies."""
     values, arrays, layout = stored_by_rows(matrix)
-    longest = longest_chunk(arrays, layout, grain)
-    weight = values, list(arrays), layout.written()
-    copy = BitmapChunks(layout.written(), grain)(values, *arrays)
-    row["MiB"][name] = round(sum(one.nbytes for one in copy) / 2**20, 1)
-    calls: list[Callable[[], Tensor]] = [
-        partial(bitmap_linear, x, *weight, [*(one.clone() for one in copy[:2]), last], grain, longest)
+    copy, longest = BitmapChunks(layout.written(), grain)(values, *arrays), longest_chunk(arrays, layout, grain)
+    return [
+        (values, list(arrays), layout.written(), [*(one.clone() for one in copy[:2]), last], grain, longest)
         for last in copies(copy[2])
     ]
-    _note(row, name, calls, exact)
 
 
 def _note(row: dict[str, Any], name: str, calls: list[Callable[[], Tensor]], exact: Tensor) -> None:

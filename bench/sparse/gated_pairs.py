@@ -4,7 +4,7 @@ Stock is torch.compile of the dense pair: two products of cuBLAS's, and a kernel
 over rotated weights, which are read from memory each time. What the estimate says of a pair stands beside it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.parallel import measured
-from bench.sparse.few_rows import copies, copies_of, timed
+from bench.sparse.few_rows import BITMAPS, copies, copies_of, kept_copies, timed
 from bench.table import markdown_grid
 from bench.timing import guarded, relative_error
 from sparsecomp.formats import CSR, NARROW, NM, SparseMatrix
+from sparsecomp.lowering.sparse.bitmap_pair import BITMAP_PAIR
 from sparsecomp.lowering.sparse.packed_linear import PackedPositions, order_for
+from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
+from sparsecomp.ops.sparse.bitmap_pair import bitmap_pair
 from sparsecomp.ops.sparse.gated_pair import gated_pair
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.ops.sparse.packed_linear import packed_linear, packed_pair
@@ -29,9 +32,10 @@ SIZES = ((11008, 4096), (28672, 8192))
 """Features out and in, of each of the two."""
 FORMS: dict[str, tuple[type[SparseMatrix], tuple[float, ...], tuple[int, ...]]] = {
     "NARROW": (NARROW, (0.7, 0.9), (1, 2, 4, 8, 16)), "CSR": (CSR, (0.9,), (2, 4, 8, 16)),
-    "2:4": (NM, (0.5,), (1, 2, 8)),
+    "2:4": (NM, (0.5,), (1, 2, 8)), "bitmap": (NARROW, (0.5, 0.7), (1, 8)),
+    "bitmap of twos": (NARROW, (0.5, 0.7, 0.9), (1, 2, 4, 8, 16)),
 }  # fmt: skip
-"""Format, shares of zeros, and rows of x."""
+"""Format, shares of zeros, and rows of x; bitmaps are copies that are kept beside it."""
 
 
 class Pair(NamedTuple):
@@ -50,9 +54,9 @@ CASES = tuple(
 )  # fmt: skip
 
 
-def run(workers: int = 8) -> Iterator[dict[str, Any]]:
+def run(workers: int = 8, forms: Iterable[str] = FORMS) -> Iterator[dict[str, Any]]:
     """A row a pair: milliseconds of each way, the relative error of ours, and the estimates."""
-    for row in measured(prepared, CASES, workers, batch=1):
+    for row in measured(prepared, [pair for pair in CASES if pair.form in forms], workers, batch=1):
         print(row, flush=True)
         yield row
 
@@ -102,6 +106,7 @@ def _row(
     row["estimate, ms"] = {
         "apart" if name == "dense" else "pair": round(seconds * 1e3, 5)
         for name, seconds in _decision(pair, weights).seconds.items()
+        if name == "dense" or (name == BITMAP_PAIR.name) == (pair.form in BITMAPS)
     }
     return row
 
@@ -126,6 +131,8 @@ def _ours(pair: Pair, x: Tensor, weights: list[SparseMatrix], together: bool) ->
             for gate, up in both
         ]
     calls: list[Callable[[], Tensor]] = []
+    if pair.form in BITMAPS:
+        return _by_bitmaps(x, weights, BITMAPS[pair.form], together)
     for gate, up in zip(*map(copies_of, weights), strict=False):
         (values, arrays, layout), (other, others, _) = stored_by_rows(gate), stored_by_rows(up)
         weight, second, written = (values, list(arrays)), (other, list(others)), layout.written()
@@ -134,6 +141,20 @@ def _ours(pair: Pair, x: Tensor, weights: list[SparseMatrix], together: bool) ->
         else:
             one = partial(sparse_linear, x, *weight, written, activation="silu")
             calls.append(partial(_apart, one, partial(sparse_linear, x, *second, written)))
+    return calls
+
+
+def _by_bitmaps(x: Tensor, weights: list[SparseMatrix], grain: int, together: bool) -> list[Callable[[], Tensor]]:
+    both = zip(*(kept_copies(weight, grain) for weight in weights), strict=False)
+    if not together:
+        return [
+            partial(_apart, partial(bitmap_linear, x, *gate, activation="silu"), partial(bitmap_linear, x, *up))
+            for gate, up in both
+        ]
+    calls: list[Callable[[], Tensor]] = []
+    for gate, up in both:
+        (*weight, _, longest), (*other, _, most) = gate, up
+        calls.append(partial(bitmap_pair, x, *weight, None, *other, None, grain, max(longest, most), "silu"))
     return calls
 
 
@@ -154,7 +175,8 @@ def _decision(pair: Pair, weights: list[SparseMatrix]) -> Any:
         values, _, layout = stored_by_rows(matrix)
         products.append(Product(torch.device("cuda"), layout, pair.rows, 1, values.numel(), torch.float16, True, False,
                                 False, activation, ""))  # fmt: skip
-    return decide(*products)
+    grain = BITMAPS.get(pair.form, 0)
+    return decide(products[0], products[1], (grain, grain))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

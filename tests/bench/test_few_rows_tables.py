@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from bench.sparse import few_rows, gated_pairs, two_of_four
+from bench.sparse import few_rows, gated_pairs, shared_input, two_of_four
 
 
 def test_layers_of_few_rows():
@@ -34,6 +34,17 @@ def test_gated_pairs():
     assert gated_pairs.table(rows).splitlines()[2:] == [
         "| 64x32 | NARROW | 70% | 1 | 0.0600 | 0.0400 (1.50) | 0.0300 (2.00) | 1.33 | 1.50 |",
         "| 64x32 | NARROW | 70% | 1 | 0.0600 | 0.0400 (1.50) | – | – | – |",
+    ]
+
+
+def test_layers_on_one_input():
+    layers = {"outs": [64, 32], "k": 48, "zeros": 0.5, "rows": 1}
+    ms = {"stock": 0.04, "stock, one layer": 0.02, "max-autotune": 0.05, "apart": 0.02, "together": 0.01}
+    rows = [{"layers": layers, "ms": ms, "estimate, ms": {"apart": 3.0, "together": 2.0}}, {"layers": layers, "ms": {}}]
+    assert shared_input.table(rows).splitlines()[2:] == [
+        "| 64 + 32 | 48 | 50% | 1 | 0.0400 | 0.0200 (2.00) | 0.0500 (0.80) | 0.0200 (2.00) | 0.0100 (4.00) | 2.00 "
+        "| 1.50 |",
+        "| 64 + 32 | 48 | 50% | 1 | 0.0000 | – | – | – | – | – | – |",
     ]
 
 

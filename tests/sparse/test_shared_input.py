@@ -69,10 +69,11 @@ def by_kernel(
 @needs_gpu
 @pytest.mark.parametrize("rows", [1, 8, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [*SIZES, (1, 1, 5)])
 @pytest.mark.parametrize(
-    ("k", "activation", "biased"), [(1024, "none", True), (8, "silu", False), (4096, "relu", True)]
-)
+    ("parts", "k", "activation", "biased"),
+    [((96, 40, 33), 1024, "none", False), ((17, 100), 1104, "silu", True), ((1, 1, 5), 8, "none", True),
+     ((65, 200), 4096, "relu", False)],
+)  # fmt: skip
 def test_kernels_are_the_dense_layers(rows, dtype, parts, k, activation, biased):
     weights, random = [pruned(m, k, 0.6, dtype) for m in parts], torch.Generator().manual_seed(rows)
     x = torch.randn(rows, k, generator=random).to(dtype)
