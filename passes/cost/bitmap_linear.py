@@ -1,6 +1,7 @@
 """Whether an unstructured layer of few rows is the fastest by a bitmap with its values, its host included."""
 
 from collections.abc import Sequence
+from math import inf
 
 from sparsecomp.formats import BITMAP
 from sparsecomp.lowering.cache.signature import Device
@@ -17,13 +18,17 @@ OFFERED = (1, 2)
 """How many neighbours in a row share a bit. Two are more bytes and fewer instructions, which are the time."""
 
 
-def decide(product: Product, rivals: Decision) -> tuple[Decision, int] | None:
+def decide(
+    product: Product, rivals: Decision, beside: Sequence[tuple[Product, Decision]] = ()
+) -> tuple[Decision, int] | None:
     """The faster way by estimate, if that is by a bitmap, and how many neighbours share a bit of it.
 
     Args:
         product: of a weight that stays as it is, and of which a copy may be kept. One that is a bitmap itself is among
             the rivals by what it stores.
         rivals: what was decided without.
+        beside: layers with which it could share a launch, and what was decided of each without. Its share of that is
+            that of what all would take without, so that all find it faster, or none.
     """
     p = product
     if p.layout.entry or not p.linear or not rivals.seconds or not p.constant:
@@ -34,14 +39,24 @@ def decide(product: Product, rivals: Decision) -> tuple[Decision, int] | None:
     found: list[tuple[float, int, str]] = []
     for grain in OFFERED:
         time, kernel = bitmap_time(p, grain, device, card)
-        stored = grain == 1 and p.layout.format == BITMAP.OPERAND
-        found += [(p.waited(time), grain, kernel)] if kernel and not stored else []
+        if not kernel or (grain == 1 and p.layout.format == BITMAP.OPERAND):
+            continue
+        found.append((p.waited(time), grain, kernel))
+        if beside:
+            found.append((_share(p, rivals, beside, grain), grain, SIBLINGS[1 + len(beside)].name))
     if not found:
         return None
     seconds, grain, kernel = min(found)
     name = f"{kernel} by twos" if kernel in rivals.seconds else kernel
     decision = fastest({**rivals.seconds, name: seconds})
     return (decision, grain) if decision.implementation == name else None
+
+
+def _share(product: Product, rivals: Decision, beside: Sequence[tuple[Product, Decision]], grain: int) -> float:
+    together = decide_siblings([product, *(one for one, _ in beside)], grain)
+    seconds = [seconds for name, seconds in together.seconds.items() if name != "dense"]
+    without = [min(one.seconds.values()) for one in (rivals, *(decision for _, decision in beside))]
+    return min(seconds, default=inf) * without[0] / sum(without)
 
 
 def bitmap_time(product: Product, grain: int, device: Device, card: Card) -> tuple[Time, str]:

@@ -20,20 +20,23 @@ from sparsecomp.passes.engine.rule import Plan, call
 from sparsecomp.passes.sparse.chain import Chain
 from sparsecomp.reference.patterns import Layout
 
+COPIED = ("csr", "narrow", "bitmap")
+"""Formats of weights of which a bitmap may be kept."""
 _BITMAP = torch.ops.sparsecomp.bitmap_linear.default
 
 
 def bitmap_plan(
     chain: Chain, product: Product, rivals: Decision, pattern: Sequence[fx.Node], layout: Layout,
-    kept: Sequence[Tensor],
+    kept: Sequence[Tensor], beside: Sequence[tuple[Product, Decision]],
 ) -> Plan | None:  # fmt: skip
     """The layer by a bitmap, where that is faster than what was decided without.
 
     Args:
         pattern: nodes of the index arrays of its layout.
         kept: what values and index arrays hold, and are promised to hold.
+        beside: layers with which it could share a launch (`passes.sparse.shared_input`), and what was decided of each.
     """
-    chosen = None if chain.flip or layout.format not in ("csr", "narrow", "bitmap") else decide(product, rivals)
+    chosen = None if chain.flip or layout.format not in COPIED else decide(product, rivals, beside)
     if chosen is None:
         return None
     decision, grain = chosen

@@ -62,7 +62,7 @@ def ending_at(node: fx.Node, product_of: Callable[[fx.Node], Chain | None], ctx:
     Args:
         product_of: the product that a node is, without what is behind it; None if it is none.
     """
-    chains = (_extended(start, ctx) for start in _products_before(node, product_of))
+    chains = (extended(start, ctx) for start in _products_before(node, product_of))
     return next((chain for chain in chains if chain.nodes[-1] is node), None)
 
 
@@ -77,7 +77,7 @@ def _products_before(node: fx.Node, product_of: Callable[[fx.Node], Chain | None
                 yield from _products_before(argument, product_of, depth - 1)
 
 
-def _extended(chain: Chain, ctx: Context) -> Chain:
+def extended(chain: Chain, ctx: Context) -> Chain:
     """The product with all that can be fused behind it."""
     while len(chain.nodes[-1].users) == 1 and chain.activation == "none":
         user = next(iter(chain.nodes[-1].users))

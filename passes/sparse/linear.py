@@ -20,6 +20,7 @@ import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operator
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, NARROW
+from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
 from sparsecomp.ops.sparse.dense_copy import has_room, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.passes.cost.decision import Decision
@@ -38,8 +39,16 @@ from sparsecomp.passes.engine.rule import (
     refuse,
 )
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.sparse.bitmap import bitmap_plan
-from sparsecomp.passes.sparse.chain import Chain, circumstances, copied_behind, decided, ending_at, problem_of_writes
+from sparsecomp.passes.sparse.bitmap import COPIED, bitmap_plan
+from sparsecomp.passes.sparse.chain import (
+    Chain,
+    circumstances,
+    copied_behind,
+    decided,
+    ending_at,
+    extended,
+    problem_of_writes,
+)
 from sparsecomp.passes.sparse.packed import packed_plan
 from sparsecomp.reference.patterns import Layout
 from sparsecomp.report.site import COMPARED_COPY, WRITTEN_ONCE
@@ -133,9 +142,33 @@ def _fewer_bytes(
     own, held = pattern[: layout.own], kept[: 1 + layout.own]
     pattern_alone = _narrow_plan(chain, product, rivals, kept, node, ctx)
     pattern_alone = pattern_alone or packed_plan(chain, product, rivals, pattern, kept)
-    whole = bitmap_plan(chain, product, rivals, own, layout, held)
+    whole = bitmap_plan(chain, product, rivals, own, layout, held, _beside(chain, ctx))
     found = [plan for plan in (pattern_alone, whole) if plan is not None]
     return min(found, key=lambda plan: 0.0 if plan.estimate is None else plan.estimate.seconds, default=None)
+
+
+def _beside(chain: Chain, ctx: Context) -> list[tuple[Product, Decision]]:
+    """The layers with which one could share a launch if all run by bitmaps, and what is decided of each without."""
+    if chain.residual is not None or {"all", "shared_input"} & set(ctx.options.disable):
+        return []
+    found = [sparse_layer(user) for user in chain.dense.users]
+    every = [extended(one, ctx) for one in found if one is not None and one.dense is chain.dense]
+    alike = [one for one in every if _launch_kind(one) == _launch_kind(chain)]
+    alike.sort(key=lambda one: ctx.analysis.order[one.nodes[0]])
+    place = next(place for place, one in enumerate(alike) if one.nodes[0] is chain.nodes[0])
+    begin, products = place - place % MOST_SIBLINGS, []
+    for one in (*alike[begin:place], *alike[place + 1 : begin + MOST_SIBLINGS]):
+        numbers = numbers_of(one, ctx)
+        product = None if isinstance(numbers, Refusal) else _as_it_stands(one, numbers, _kept(one, numbers, ctx), ctx)
+        if product is not None and product.constant:
+            products.append((product, decided(product, ctx)))
+    return products
+
+
+def _launch_kind(chain: Chain) -> tuple[object, ...]:
+    """Equal for layers on one input that could share a launch."""
+    dtypes = [None if one is None else example_of(one).dtype for one in (chain.sparse, chain.bias)]
+    return (arrays_of(chain)[1].format in COPIED, chain.flip, chain.activation, chain.residual, *dtypes)
 
 
 def _narrow_plan(

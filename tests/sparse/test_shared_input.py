@@ -351,10 +351,10 @@ def test_the_estimate_decides(by_bitmaps, monkeypatch):
     assert reason.endswith("against 1 us as 3 launches") and "siblings" not in code
 
 
-def product(m: int, k: int, rows: int, **more: Any) -> Product:
-    """A layer at 70 % zeros on an H200."""
+def product(m: int, k: int, rows: int, share: float = 0.3, **more: Any) -> Product:
+    """A layer of which this share is stored, on an H200."""
     return Product(
-        torch.device("cuda"), Layout("csr", (1, 1), (m, k)), rows, 1, round(0.3 * m * k), torch.float16, True, False,
+        torch.device("cuda"), Layout("csr", (1, 1), (m, k)), rows, 1, round(share * m * k), torch.float16, True, False,
         False, "none", "", constant=True, target=target_named("h200"), **more,
     )  # fmt: skip
 
@@ -374,6 +374,41 @@ def test_one_launch_saves_what_launches_take(rows, replayed):
             saved = decision.seconds["dense"] - decision.seconds["bitmap_three"]
             assert saved > 2 * layers[0].card.launch
     assert gains == sorted(gains, reverse=True) and gains[0] > 1.3
+
+
+@needs_triton
+@pytest.mark.parametrize("sizes", [(4096, 4096, 4096), (4096, 1024, 1024)])
+def test_layers_that_are_faster_dense_each_may_be_faster_together(sizes):
+    """Queries, keys and values at 50 % zeros by the estimate of an H200: all of them, or none."""
+    from sparsecomp.passes.cost.bitmap_linear import decide
+    from sparsecomp.passes.cost.sparse import decide as without_bitmaps
+
+    layers = [product(m, 4096, 1, share=0.5) for m in sizes]
+    rivals = [without_bitmaps(one) for one in layers]
+    assert all(one.dense for one in rivals)
+    found, each = [], list(zip(layers, rivals, strict=True))
+    for place, (one, rival) in enumerate(each):
+        assert decide(one, rival) is None
+        found.append(decide(one, rival, [*each[:place], *each[place + 1 :]]))
+    assert [None if one is None else one[0].implementation for one in found] == 3 * ["bitmap_three"]
+    total = sum(one[0].seconds["bitmap_three"] for one in found if one is not None)
+    assert total < sum(rival.seconds["dense"] for rival in rivals)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("how", "disable", "wanted"),
+    [(None, (), [2, 2, 2]), (None, ("shared_input",), [0, 0, 0]), (of_two, (), [0, 0, 0]), (activated, (), [0, 0, 0])],
+)
+def test_a_layer_is_judged_with_those_that_it_would_share_a_launch_with(how, disable, wanted, monkeypatch):
+    seen: list[int] = []
+
+    def decide(one: Product, rivals: Decision, beside: Sequence[Any]) -> None:
+        seen.append(len(beside))
+
+    monkeypatch.setattr(bitmap, "decide", decide)
+    rewritten_for("h200", Attending(how), torch.randn(1, 264).half(), frozen=True, disable=disable)
+    assert seen == wanted
 
 
 class Block(nn.Module):
