@@ -2,13 +2,18 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import sparsecomp
 from sparsecomp import _compat
 from sparsecomp.environment import Settings
+from sparsecomp.formats import CSR
 from sparsecomp.lowering.cache.tuning_cache import TuningCache
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.autotune import Tuner
+from sparsecomp.nn import SparseLinear
 from sparsecomp.options import Options
 from sparsecomp.passes.engine.rule import replays
 
@@ -71,3 +76,28 @@ def test_the_environment_has_the_last_word(mode, autotuned, effort, efforts, mon
 def test_cuda_graphs_are_replayed_where_a_mode_says_so_on_a_gpu(mode, inductor, on_gpu):
     options = Options(mode=mode, inductor=inductor)
     assert replays(options, torch.device("cuda")) == on_gpu and not replays(options, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("mode", "by_inductor"), [("reduce-overhead", False), ("max-autotune", True)])
+@pytest.mark.parametrize("how", ["mode", "options"])
+def test_what_stays_dense_is_multiplied_as_in_the_mode(mode, by_inductor, how, monkeypatch):
+    """Under max-autotune Inductor writes its own kernel for one row on a GPU, as it does without our operators."""
+    from torch._inductor import compile_fx, config
+
+    seen = []
+
+    def inductor(gm, inputs, **settings):
+        seen.append((settings["config_patches"], settings["decompositions"]))
+        return gm.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", inductor)
+    torch._dynamo.reset()
+    layer = SparseLinear(CSR.from_dense(torch.eye(8)), requires_grad=False)
+    given = {"mode": mode} if how == "mode" else {"options": {"mode": mode}}
+    with torch.no_grad():
+        torch.compile(layer, backend="sparsecomp", **given)(torch.ones(1, 8))
+    ((patches, decompositions),) = seen
+    with config.patch(patches), FakeTensorMode():
+        x, weight = (torch.empty(n, 8, device="cuda", dtype=torch.float16) for n in (1, 16))
+        code = make_fx(F.linear, decomposition_table=decompositions)(x, weight).code
+    assert ("aten.mm" not in code) == ("aten.sum" in code) == by_inductor
