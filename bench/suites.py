@@ -117,7 +117,7 @@ SUITES: dict[str, Suite] = {
     "gated-pairs": Suite("sparse.gated_pairs", lambda m, a: m.run(a.workers or 8, a.names or m.FORMS)),
     "two-of-four": Suite("sparse.two_of_four", lambda m, a: m.run()),
     "two-of-four-candidates": Suite("sparse.two_of_four", lambda m, a: m.candidates(a.workers or 8), _nothing),
-    "generation": Suite("sparse.generation", lambda m, a: m.run(a.workers or 6)),
+    "generation": Suite("sparse.generation", lambda m, a: m.run(a.workers or 6, a.names or (*m.STOCK, *m.OURS))),
     "training-step": Suite("sparse.training_step", lambda m, a: m.run(a.modes, a.workers or 1)),
     "scaling": Suite(
         "sparse.scaling", lambda m, a: m.run([case for name in a.names or ["mlp"] for case in m.NETWORKS[name]()])

@@ -49,7 +49,7 @@ class FewRows(NamedTuple):
     @property
     def copy(self) -> list[fx.Node]:
         """What is kept of a bitmap beside what is stored."""
-        return [] if self.layout.format == BITMAP.OPERAND else list(self.bitmap)
+        return [] if self.bitmap[-1:] == (self.chain.sparse,) else list(self.bitmap)
 
     @property
     def kind(self) -> tuple[object, ...]:

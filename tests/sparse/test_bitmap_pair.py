@@ -189,7 +189,7 @@ def by_bitmaps(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize(("kind", "activation"), [(CSR, "silu"), (NARROW, "gelu_tanh"), (CSR, "none")])
+@pytest.mark.parametrize(("kind", "activation"), [(CSR, "silu"), (NARROW, "gelu_tanh"), (BITMAP, "none")])
 def test_layers_by_bitmaps_are_one_launch(kind, activation, by_bitmaps):
     """As for an H200, run op by op on a CPU."""
     torch.manual_seed(0)

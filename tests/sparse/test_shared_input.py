@@ -223,7 +223,9 @@ def runs_as(report: sparsecomp.Report) -> list[str]:
 
 
 @needs_triton
-@pytest.mark.parametrize(("kind", "biased", "shape"), [(CSR, False, (2, 264)), (NARROW, True, (2, 3, 264))])
+@pytest.mark.parametrize(
+    ("kind", "biased", "shape"), [(CSR, False, (2, 264)), (NARROW, True, (2, 3, 264)), (BITMAP, False, (1, 264))]
+)
 def test_layers_on_one_x_are_one_launch(kind, biased, shape, by_bitmaps):
     """As for an H200, run op by op on a CPU."""
     torch.manual_seed(0)
