@@ -144,6 +144,12 @@ def test_the_operator_takes_any_rows(device, shape):
 
 
 @needs_triton
+def test_opcheck():
+    given = arguments([pruned(20, 64, which) for which in range(2)], torch.randn(3, 64).half(), [None, None], 1, "cpu")
+    torch.library.opcheck(torch.ops.sparsecomp.bitmap_pair.default, (*given, "silu"))
+
+
+@needs_triton
 def test_operands_that_do_not_belong_together_are_refused():
     from sparsecomp.lowering.sparse.bitmap_pair import launch_bitmap_pair
 

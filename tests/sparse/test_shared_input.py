@@ -154,6 +154,34 @@ def test_the_operator_takes_any_rows(device, shape, biased):
 
 
 @needs_triton
+def test_inductor_takes_the_parts():
+    """Each result is a tensor of its own, and none is computed twice."""
+    from torch._inductor.utils import run_and_get_code
+
+    weights, x = [pruned(m, 64) for m in (20, 33, 7)], torch.randn(3, 64).half()
+
+    def call(x: Tensor, *rest: Any) -> Any:
+        first, second, third = torch.ops.sparsecomp.bitmap_siblings.default(x, *rest, "none")
+        return first.relu() + 1, second.view(-1), third
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found, code = run_and_get_code(
+            torch.compile(call, backend="sparsecomp"), *arguments(weights, x, [], 2, "cpu")
+        )  # fmt: skip
+    exact = [x.double() @ weight.double().mT for weight in weights]
+    for one, right in zip(found, (exact[0].relu() + 1, exact[1].flatten(), exact[2]), strict=True):
+        assert (one - right).norm() <= 1e-3 * right.norm()
+    assert code[0].count("bitmap_siblings.default.direct_cpu(") == 1
+
+
+@needs_triton
+def test_opcheck():
+    given = arguments([pruned(m, 64) for m in (20, 33)], torch.randn(3, 64).half(), [], 1, "cpu")
+    torch.library.opcheck(torch.ops.sparsecomp.bitmap_siblings.default, (*given, "silu"))
+
+
+@needs_triton
 def test_operands_that_do_not_belong_together_are_refused():
     from sparsecomp.lowering.sparse.bitmap_siblings import launch_bitmap_siblings
 
