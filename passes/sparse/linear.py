@@ -142,27 +142,27 @@ def _fewer_bytes(
     own, held = pattern[: layout.own], kept[: 1 + layout.own]
     pattern_alone = _narrow_plan(chain, product, rivals, kept, node, ctx)
     pattern_alone = pattern_alone or packed_plan(chain, product, rivals, pattern, kept)
-    whole = bitmap_plan(chain, product, rivals, own, layout, held, _beside(chain, ctx))
+    whole = bitmap_plan(chain, product, rivals, own, layout, held, _beside(chain, product, ctx))
     found = [plan for plan in (pattern_alone, whole) if plan is not None]
     return min(found, key=lambda plan: 0.0 if plan.estimate is None else plan.estimate.seconds, default=None)
 
 
-def _beside(chain: Chain, ctx: Context) -> list[tuple[Product, Decision]]:
+def _beside(chain: Chain, product: Product, ctx: Context) -> list[tuple[Product, Decision]]:
     """The layers with which one could share a launch if all run by bitmaps, and what is decided of each without."""
-    if chain.residual is not None or {"all", "shared_input"} & set(ctx.options.disable):
+    if product.device.type != "cuda" or chain.residual is not None or "shared_input" in ctx.options.disable:
         return []
     found = [sparse_layer(user) for user in chain.dense.users]
     every = [extended(one, ctx) for one in found if one is not None and one.dense is chain.dense]
     alike = [one for one in every if _launch_kind(one) == _launch_kind(chain)]
     alike.sort(key=lambda one: ctx.analysis.order[one.nodes[0]])
     place = next(place for place, one in enumerate(alike) if one.nodes[0] is chain.nodes[0])
-    begin, products = place - place % MOST_SIBLINGS, []
+    begin, beside = place - place % MOST_SIBLINGS, []
     for one in (*alike[begin:place], *alike[place + 1 : begin + MOST_SIBLINGS]):
         numbers = numbers_of(one, ctx)
-        product = None if isinstance(numbers, Refusal) else _as_it_stands(one, numbers, _kept(one, numbers, ctx), ctx)
-        if product is not None and product.constant:
-            products.append((product, decided(product, ctx)))
-    return products
+        if not isinstance(numbers, Refusal):
+            other = _as_it_stands(one, numbers, _kept(one, numbers, ctx), ctx)
+            beside += [(other, decided(other, ctx))] if other.constant else []
+    return beside
 
 
 def _launch_kind(chain: Chain) -> tuple[object, ...]:
