@@ -2,7 +2,7 @@
 
 Beside it a launch each, and stock: torch.compile of the dense layers, which are products of cuBLAS's, and of one layer
 that has all their rows; max-autotune may write its own kernels. Replayed CUDA graphs over rotated weights, which are
-read from memory each time. What the estimate says stands beside it.
+read from memory each time. What the estimate says stands beside it. `candidates` times all configurations.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,6 +18,12 @@ from bench.sparse.few_rows import copies, kept_copies, timed
 from bench.table import markdown_grid
 from bench.timing import guarded, relative_error
 from sparsecomp.formats import CSR, SparseMatrix
+from sparsecomp.lowering.cache.signature import device_of
+from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear, random_longest
+from sparsecomp.lowering.sparse.bitmap_pair import BITMAP_PAIR
+from sparsecomp.lowering.sparse.bitmap_siblings import BITMAP_THREE
+from sparsecomp.lowering.tuning.ceilings import card_of
+from sparsecomp.lowering.tuning.cost import seconds as seconds_of
 from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
 from sparsecomp.ops.sparse.bitmap_siblings import bitmap_siblings
 from sparsecomp.passes.cost.bitmap_linear import decide_siblings
@@ -100,6 +106,37 @@ def _row(
         for name, seconds in decide_siblings(products, GRAIN).seconds.items()
     }
     return row
+
+
+def candidates() -> Iterator[dict[str, Any]]:
+    """A row a kernel and rows of x: milliseconds by configuration, the fastest first, and its estimate; of gated pairs
+    too."""
+    device, card = torch.device("cuda", 0), card_of(torch.device("cuda", 0))
+    for rows in (1, 8, 16):
+        for operation, outs in ((BITMAP_PAIR, (11008,)), (BITMAP_PAIR, (4096,)), (BITMAP_THREE, (4096, 4096, 4096))):
+            problem = _problem(rows, outs, 4096)
+            tensors = [operation.operands(problem, device, seed) for seed in range(5)] if operation.operands else []
+            found: dict[str, tuple[float, float]] = {}
+            for one in operation.candidates(problem, device_of(device)):
+                launch = one.template.prepare(problem, one.config)
+                ms = timed([partial(launch, *each) for each in tensors])
+                found[str(one.config)] = ms, round(seconds_of(one, problem, card) * 1e3, 5)
+            row = {"kernel": operation.name, "outs": outs, "rows": rows, "ms": dict(sorted(found.items(), key=_ms))}
+            print(row, flush=True)
+            yield row
+
+
+def _ms(item: tuple[str, tuple[float, float]]) -> float:
+    return item[1][0]
+
+
+def _problem(rows: int, outs: tuple[int, ...], k: int) -> BitmapLinear:
+    m, share = sum(outs), 1 - ZEROS[1]
+    nnz = round(m * k * share)
+    problem = BitmapLinear.of_layer(
+        m, k, rows, nnz, GRAIN, random_longest(m, k, nnz, GRAIN), torch.float16, False, False, "none"
+    )  # fmt: skip
+    return problem._replace(parts=outs) if len(outs) > 1 else problem
 
 
 def _products(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
