@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 import sparsecomp
 from bench.parallel import measured
 from bench.table import markdown_grid
-from bench.timing import wait
+from bench.timing import guarded, wait
 from sparsecomp import Unstructured
 from sparsecomp.formats import BITMAP, NARROW, SparseMatrix
 
@@ -74,7 +74,23 @@ def run(workers: int = 6, names: Sequence[str] = (*STOCK, *OURS)) -> Iterator[di
 
 
 def prepared(case: Case, device: str = "cuda") -> Callable[[], dict[str, Any]]:
-    """What measures a case."""
+    """What measures a case; one that cannot be prepared is left out with its reason."""
+    row: dict[str, Any] = case._asdict()
+    ready: list[tuple[nn.Module, Generation]] = []
+    guarded(row, _FIGURE, lambda: ready.append(_ready(case, device)))
+
+    def measure() -> dict[str, Any]:
+        if ready:
+            guarded(row, _FIGURE, lambda: row.update(_figures(case, *ready[0])))
+        return row
+
+    return measure
+
+
+_FIGURE = "tokens a second"
+
+
+def _ready(case: Case, device: str) -> tuple[nn.Module, "Generation"]:
     model = _model(device)
     format, beside = OURS.get(case.who, (NARROW, {}))
     sparsecomp.sparsify(model, Unstructured(case.zeros, format=format))
@@ -86,7 +102,7 @@ def prepared(case: Case, device: str = "cuda") -> Callable[[], dict[str, Any]]:
     generate = Generation(chosen, case.batch, device, how)
     generate()  # compiles
     generate()  # records
-    return lambda: _row(case, chosen, generate)
+    return chosen, generate
 
 
 def _model(device: str) -> LlamaForCausalLM:
@@ -140,12 +156,12 @@ class Generation:
 
 
 @torch.no_grad()
-def _row(case: Case, model: nn.Module, generate: Generation) -> dict[str, Any]:
+def _figures(case: Case, model: nn.Module, generate: Generation) -> dict[str, Any]:
     seconds, tokens = [], generate.prompt
     for _ in range(_REPEATS):
         tokens = generate()
         seconds.append(generate.seconds)
-    row = {**case._asdict(), "tokens a second": round(case.batch * (STEPS - 1) / min(seconds), 1)}
+    row: dict[str, Any] = {_FIGURE: round(case.batch * (STEPS - 1) / min(seconds), 1)}
     row["MiB"] = round(sum(one.nbytes for one in (*model.parameters(), *model.buffers())) / 2**20, 1)
     gc.collect()
     row["MiB held"] = round(torch.cuda.memory_allocated() / 2**20, 1)
@@ -163,13 +179,14 @@ def _row(case: Case, model: nn.Module, generate: Generation) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Tokens a second, and how many times those of stock's best."""
-    grid = [["batch", "who", "tokens a second", "weights, MiB", "held, MiB", "tokens as dense"]]
+    rows = [row for row in rows if _FIGURE in row]
+    grid = [["batch", "who", _FIGURE, "weights, MiB", "held, MiB", "tokens as dense"]]
     for row in sorted(rows, key=lambda row: (row["batch"], row["who"] not in STOCK, row["who"], row["zeros"])):
         rivals = [one for one in rows if one["batch"] == row["batch"] and one["who"] in STOCK]
-        best = max((one["tokens a second"] for one in rivals), default=None)
-        gain = "" if best is None or row["who"] in STOCK else f" ({row['tokens a second'] / best:.2f})"
+        best = max((one[_FIGURE] for one in rivals), default=None)
+        gain = "" if best is None or row["who"] in STOCK else f" ({row[_FIGURE] / best:.2f})"
         same = f"{row['as dense']:.1%}" if "as dense" in row else "–"
         who = row["who"] + (f", {row['zeros']:.0%} zeros" if gain else "")
         sizes = [f"{row[name]:.0f}" for name in ("MiB", "MiB held")]
-        grid.append([str(row["batch"]), who, f"{row['tokens a second']:.0f}{gain}", *sizes, same])
+        grid.append([str(row["batch"]), who, f"{row[_FIGURE]:.0f}{gain}", *sizes, same])
     return markdown_grid(grid)

@@ -61,6 +61,7 @@ def test_generation():
             ("stock", 0.7, 40.0, {}),
         )
     ]  # fmt: skip
+    rows.append({"who": "sparsecomp", "batch": 1, "zeros": 0.5, "left out": {"tokens a second": "RuntimeError"}})
     assert generation.table(rows).splitlines()[2:] == [
         "| 8 | stock | 40 | 10 | 20 | – |", "| 8 | stock, max-autotune | 50 | 10 | 20 | – |",
         "| 8 | sparsecomp, 90% zeros | 100 (2.00) | 10 | 20 | 99.5% |",

@@ -264,12 +264,11 @@ def test_a_pair_saves_launches(rows, replayed):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("kind", [NARROW, BITMAP])
-def test_compiled_pairs_follow_their_weights(kind, monkeypatch):
-    by_itself = Decision("bitmap_tiles", "asked for", {"bitmap_tiles": 1e-6, "dense": 2e-6})
-    together = Decision("bitmap_pair", "asked for")
+def test_compiled_pairs_follow_their_weights(kind, by_bitmaps, monkeypatch):
     if kind is BITMAP:
+        by_itself = Decision("bitmap_tiles", "asked for", {"bitmap_tiles": 1e-6, "dense": 2e-6})
         monkeypatch.setattr("sparsecomp.passes.sparse.linear.decided", lambda *operands: by_itself)
-    monkeypatch.setattr("sparsecomp.passes.sparse.gated_pair.decide", lambda *operands: together)
+        monkeypatch.setattr(bitmap, "decide", lambda *operands: None)
     torch.compiler.reset()
     model = Gated(kind, (11008, 4096)).cuda()
     compiled = torch.compile(model, backend="sparsecomp", options={"frozen": True, "mode": REPLAYED})

@@ -546,7 +546,7 @@ def test_a_pair_is_weighed_against_the_bitmaps_that_run_apart(row):
     (name,) = seconds.keys() - {"dense", "bitmap_pair"}
     product = 3 * m * rows * 2 / one.card.bandwidth + one.card.launch  # a kernel of Inductor's
     gain = (2 * ALONE[m, k, rows, zeros]["bitmap of twos"] + 1e3 * product) / ms
-    assert (seconds["dense"] < MIN_GAIN * seconds[name]) == (gain < 1) or 0.99 < gain < 1.1
+    assert (seconds["dense"] < MIN_GAIN * seconds[name]) == (gain < 1) or 0.98 < gain < 1.1
 
 
 @needs_triton

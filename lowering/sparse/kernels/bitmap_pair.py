@@ -7,7 +7,6 @@ import sympy
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sparsecomp.formats.lanes import STRIP
 from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear
@@ -17,13 +16,14 @@ from sparsecomp.lowering.sparse.kernels.bitmap_tiles import (
     completed,
     finished_layout,
     launch_of,
+    launch_seconds,
     of_threads,
     space,
     turn_sums,
     walked,
 )
 from sparsecomp.lowering.sparse.kernels.epilogue import FINISH_PAIR, finish_pair
-from sparsecomp.lowering.tuning.cost import Cost, sizes
+from sparsecomp.lowering.tuning.cost import Cost
 from sparsecomp.lowering.tuning.template import Config, Template
 
 
@@ -64,8 +64,7 @@ def bitmap_pair_kernel(
 
 
 def _space(problem: BitmapLinear, device: Device) -> list[Config]:
-    """As of a layer that has all rows of both."""
-    return space(problem._replace(m=2 * STRIP * problem.strips), device, 2)
+    return space(problem, device, 2)
 
 
 def _prepare(problem: BitmapLinear, config: Config) -> Launch:
@@ -76,16 +75,12 @@ def _prepare(problem: BitmapLinear, config: Config) -> Launch:
     )  # fmt: skip
 
 
-_m, _strips = sizes("m strips")
-# of a layer that has all rows of both
-_seconds = bitmap_tiles.BITMAP_TILES.cost.seconds.subs({_m: 2 * _m, _strips: 2 * _strips})
-
 BITMAP_PAIR_TILES = Template(
     name="bitmap_pair",
     op="bitmap_pair",
     sources=(bitmap_pair_kernel, *SUMS, *FINISH_PAIR),
     refuse=bitmap_tiles.BITMAP_TILES.refuse,
     space=_space,
-    cost=Cost(bytes=sympy.Integer(0), seconds=_seconds),
+    cost=Cost(bytes=sympy.Integer(0), seconds=launch_seconds(2)),
     prepare=_prepare,
 )

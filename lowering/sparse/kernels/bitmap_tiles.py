@@ -202,9 +202,11 @@ def space(problem: BitmapLinear, device: Device, weights: int = 1) -> list[Confi
     """The usual configuration comes first; more warps than turns would be idle.
 
     Args:
-        weights: that a program has so many warps each for.
+        weights: that a program has so many warps each for, two at least where they have two each alone.
     """
     usual = _usual_config(problem)
+    if weights > 1 and usual["warps"] > 2:
+        usual = Config(STRIPS=usual["STRIPS"], warps=usual["warps"] // weights)
     found = [
         Config(STRIPS=strips, warps=warps)
         for strips in (1, 2) for warps in (2, 4, 8, 16) if warps < 2 * problem.turns and warps * weights <= 16
@@ -229,12 +231,20 @@ def launch_of(
     """
     p, strips, warps = problem, config["STRIPS"], weights * config["warps"]
     depth, registers = _room(strips, warps)
+    while depth > 2 and (weights > 1 or p.parts) and not _at_once(p, strips, warps, depth, programs):
+        depth -= 1
     constants |= {
         "DTYPE": p.dtype, "INDEX": p.index_dtype, "GRAIN": p.grain, "TILES": TILES, "CHUNK": CHUNK,
         "HEAD": head_bytes(p.grain), "UNIT": UNIT, "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0, "HALVES": -(-p.n // 8),
         "STRIPS": strips, "DEPTH": depth,
     }  # fmt: skip
     return Launch(kernel, (programs,), numbers, constants, num_warps=warps, maxnreg=registers)
+
+
+def _at_once(problem: BitmapLinear, strips: int, warps: int, depth: int, programs: int) -> bool:
+    """Whether all programs have room in shared memory, or the last would wait for the first to end."""
+    each = 128 * ring_lines(warps, depth, strips, problem.slot) + 1024  # which CUDA keeps for itself
+    return -(-programs // _PROCESSORS) * each <= _SHARED
 
 
 def _prepare(problem: BitmapLinear, config: Config) -> Launch:
@@ -247,6 +257,8 @@ def _prepare(problem: BitmapLinear, config: Config) -> Launch:
 
 _MANY = 1024
 """Strips from which on two a program are enough programs."""
+_PROCESSORS, _SHARED = 132, 228 * 1024
+"""Of an H200, and the shared memory that each has."""
 _WARPS = 2048
 """That all programs have together at most, unless two warps each are more."""
 
@@ -262,7 +274,6 @@ def _power_within(number: sympy.Expr) -> sympy.Expr:
 # as `_usual_config`
 _usual_strips = sympy.Piecewise((2, (_n > 8) & (_all >= _MANY)), (1, True))
 _usual_warps = sympy.Min(16, _power_within(_turns), sympy.Max(2 * _usual_strips, _power_within(_WARPS / _all)))
-_far = abs(sympy.log(_strips / _usual_strips)) + abs(sympy.log(_warps / _usual_warps))
 _share = sympy.Piecewise((_density, _grain <= 1), (2 * _density - _density**2, True))
 """Of places that have room in the copy: of two neighbours both where one is stored."""
 _decoding = sympy.Piecewise((11.9 + 31.4 * _share**2, _grain <= 1), (3.7 + 23.4 * _share, True))
@@ -273,12 +284,20 @@ _places = 45.1e6 / 132
 _walking = 1e-6 * _m * _k / _processors / _places * (_decoding + _of_x)
 _reading = _m * _k * (2 * _share + 1 / (8 * _grain)) / (0.9 * _bandwidth)
 
+
+def launch_seconds(weights: int = 1) -> sympy.Expr:
+    """Seconds of a launch with this problem's rows of each weight."""
+    usual = sympy.Piecewise((_usual_warps / weights, _usual_warps > 2), (_usual_warps, True))
+    far = abs(sympy.log(_strips / _usual_strips)) + abs(sympy.log(_warps / usual))
+    return 3.7e-6 + weights * sympy.Max(_walking, _reading) * (1 + far / 5)
+
+
 BITMAP_TILES = Template(
     name="bitmap_tiles",
     op="bitmap_linear",
     sources=(bitmap_tiles_kernel, *SUMS, *FINISH),
     refuse=_refuse,
     space=space,
-    cost=Cost(bytes=sympy.Integer(0), seconds=3.7e-6 + sympy.Max(_walking, _reading) * (1 + _far / 5)),
+    cost=Cost(bytes=sympy.Integer(0), seconds=launch_seconds()),
     prepare=_prepare,
 )  # fmt: skip
