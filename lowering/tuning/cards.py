@@ -69,6 +69,8 @@ class Card(Ceilings):
             H200, for weights of 86 and 448 MiB).
         long_rows: of that, where a layer has twice as many features in as out, or more (the same: 4096x11008 took 1.07
             to 1.15 times as long as 11008x4096).
+        one_row: of bandwidth, the kernel that Inductor writes for a layer of one row under max-autotune (`bench
+            shared-input`: weights of 180, 101 and 50 MB as two and three layers in 44.9, 27.0 and 16.8 us, an H200).
         conv, conv_channels_last: cuDNN on channels-first and channels-last input (the same file: the 3x3 stages of a
             ResNet at batch 128).
         narrow, int8_narrow: what 64 output channels and fewer reach of cuDNN's rate, and of ours in int8.
@@ -95,6 +97,7 @@ class Card(Ceilings):
     matmul: ByPrecision = ByPrecision(50 / 50, 430 / 430, 800 / 730)
     few_rows: float = 0.9
     long_rows: float = 0.87
+    one_row: float = 1.045
     conv: ByPrecision = ByPrecision(80 / 50, 200 / 430, 350 / 730)
     conv_channels_last: ByPrecision = ByPrecision(80 / 50, 330 / 430, 620 / 730)
     narrow: ByPrecision = ByPrecision(1.0, 0.45, 0.65)

@@ -12,6 +12,7 @@ from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.passes.cost.shared_copies import decide as decide_copies
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
 
 OFFERED = (1, 2)
@@ -28,7 +29,7 @@ def decide(
             the rivals by what it stores.
         rivals: what was decided without.
         beside: layers with which it could share a launch, and what was decided of each without. Its share of that is
-            that of what all would take without, so that all find it faster, or none.
+            that of what all would take without, by one dense copy of one row too, so that all find it faster, or none.
     """
     p = product
     if p.layout.entry or not p.linear or not rivals.seconds or not p.constant:
@@ -55,8 +56,12 @@ def decide(
 def _share(product: Product, rivals: Decision, beside: Sequence[tuple[Product, Decision]], grain: int) -> float:
     together = decide_siblings([product, *(one for one, _ in beside)], grain)
     seconds = [seconds for name, seconds in together.seconds.items() if name != "dense"]
-    without = [min(one.seconds.values()) for one in (rivals, *(decision for _, decision in beside))]
-    return min(seconds, default=inf) * without[0] / sum(without)
+    decisions = [rivals, *(decision for _, decision in beside)]
+    without = [min(one.seconds.values()) for one in decisions]
+    total = sum(without)
+    if product.n == 1 and all(one.dense for one in decisions):
+        total = min(total, *decide_copies([product, *(one for one, _ in beside)]).seconds.values())
+    return min(seconds, default=inf) * without[0] / total
 
 
 def bitmap_time(product: Product, grain: int, device: Device, card: Card) -> tuple[Time, str]:

@@ -47,6 +47,7 @@ class Product(NamedTuple):
         products: of the whole graph, which share what a call takes the host besides.
         target: the card to estimate for, None for that of the device.
         compared: whether a dense copy can be kept that each call compares with S.
+        tuned: whether Inductor multiplies one row by a kernel of its own; see `passes.engine.rule.writes_one_row`.
     """
 
     device: torch.device
@@ -66,6 +67,7 @@ class Product(NamedTuple):
     products: int = 1
     target: Target | None = None
     compared: bool = False
+    tuned: bool = False
 
     @property
     def m(self) -> int:
@@ -103,7 +105,7 @@ class Product(NamedTuple):
             entries: elements stored, or blocks.
             out: the result, or what stands for it.
             format: for the report; by default that of the layout.
-            how: `trained`, `replayed`, `products`, `target`.
+            how: `trained`, `replayed`, `products`, `target`, `tuned`.
         """
         layout, kind = layout._replace(shape=tuple(map(_expected, layout.shape))), layout.kind
         multiplied = multiplied_as(layout, transpose)
@@ -236,11 +238,18 @@ _WAITS = 3
 def _dense_product(product: Product, card: Card) -> Time:
     p = product
     elements = p.m * p.k + p.batch * (p.k + p.m) * p.n
-    if p.batch == 1 and p.n <= _FEW_ROWS:
+    if _is_by_inductor(p):
+        elements /= card.one_row
+    elif p.batch == 1 and p.n <= _FEW_ROWS:
         elements /= card.few_rows * (card.long_rows if p.k >= 2 * p.m else 1)
     time = time_of(DenseWork(2.0 * p.m * p.k * p.n * p.batch, elements, p.dtype), card)
     assert time is not None, f"no product of {p.dtype} is estimated"
     return time
+
+
+def _is_by_inductor(product: Product) -> bool:
+    p = product
+    return p.tuned and p.linear and not p.bias and not p.trained and p.n == 1
 
 
 _FEW_ROWS = 64

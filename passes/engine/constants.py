@@ -82,6 +82,16 @@ def checked(
     return call(like.graph, like, torch.ops.sparsecomp.promised.default, node, list(sources), seen, list(names))
 
 
+def constant_behind(node: Any) -> Constant | None:
+    """What a node that reads a constant, looked at in each call or not, was worked out of; None for other nodes."""
+    if isinstance(node, fx.Node) and node.target is torch.ops.sparsecomp.promised.default:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    names: dict[Constant, str] = node.graph.owning_module.meta.get(_KEY, {})
+    return next((constant for constant, name in names.items() if name == node.target), None)
+
+
 def _buffer(like: fx.Node, constant: Constant, made: Callable[[], Tensor]) -> fx.Node:
     module = like.graph.owning_module
     assert module is not None

@@ -339,6 +339,13 @@ def is_static(node: fx.Node) -> bool:
     return "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
 
 
+def writes_one_row(options: Options) -> bool:
+    """Whether Inductor writes a kernel of its own for a dense layer of one row without bias on a GPU, as it does under
+    max-autotune, and leaves none to cuBLAS."""
+    asked = options.inductor.get("coordinate_descent_tuning")
+    return options.mode.startswith("max-autotune") if asked is None else bool(asked)
+
+
 def replays(options: Options, device: torch.device) -> bool:
     """Whether torch.compile replays CUDA graphs under these options, which runs no code of the host's."""
     asked = options.mode in ("reduce-overhead", "max-autotune") or bool(options.inductor.get("triton.cudagraphs"))

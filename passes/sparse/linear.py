@@ -37,6 +37,7 @@ from sparsecomp.passes.engine.rule import (
     is_static,
     known_sizes,
     refuse,
+    writes_one_row,
 )
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.bitmap import COPIED, bitmap_plan
@@ -106,7 +107,8 @@ def numbers_of(chain: Chain, ctx: Context) -> Product | Refusal:
         return refuse(Why.NO_FEATURES)
     entries = torch.Size(stored).numel() // torch.Size(layout.entry).numel()
     fused = (chain.bias is not None, chain.residual is not None, chain.activation)
-    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **circumstances(chain, ctx, out.device))
+    how = {**circumstances(chain, ctx, out.device), "tuned": writes_one_row(ctx.options)}
+    return Product.of(layout, entries, chain.flip, shape, True, out, *fused, **how)
 
 
 def _plan(chain: Chain, product: Product, node: fx.Node, ctx: Context) -> Plan:
@@ -312,7 +314,7 @@ def _has_fused_form(chain: Chain, product: Product) -> bool:
     return chain.activation == "relu" and bias is not None and bias.dtype is product.dtype
 
 
-class _WrittenOut(NamedTuple):
+class WrittenOut(NamedTuple):
     """The dense weight of stored values and index arrays."""
 
     layout: str
@@ -325,5 +327,5 @@ class _WrittenOut(NamedTuple):
 def _constant_weight(chain: Chain, node: fx.Node, kept: list[Tensor]) -> fx.Node:
     arguments: Any = chain.nodes[0].args
     name = f"the weight `{getattr(chain.sparse, 'target', chain.sparse)}`"
-    made = _WrittenOut(arguments[5], chain.flip)
+    made = WrittenOut(arguments[5], chain.flip)
     return promised_node(node, made, [chain.sparse, *arguments[2]], kept, [name] * len(kept))

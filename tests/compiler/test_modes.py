@@ -13,9 +13,12 @@ from sparsecomp.formats import CSR
 from sparsecomp.lowering.cache.tuning_cache import TuningCache
 from sparsecomp.lowering.tuning import autotune
 from sparsecomp.lowering.tuning.autotune import Tuner
+from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.nn import SparseLinear
 from sparsecomp.options import Options
-from sparsecomp.passes.engine.rule import replays
+from sparsecomp.passes.cost.sparse import Product, dense_layer_seconds
+from sparsecomp.passes.engine.rule import replays, writes_one_row
+from sparsecomp.reference.patterns import Layout
 
 
 @pytest.fixture
@@ -101,3 +104,27 @@ def test_what_stays_dense_is_multiplied_as_in_the_mode(mode, by_inductor, how, m
         x, weight = (torch.empty(n, 8, device="cuda", dtype=torch.float16) for n in (1, 16))
         code = make_fx(F.linear, decomposition_table=decompositions)(x, weight).code
     assert ("aten.mm" not in code) == ("aten.sum" in code) == by_inductor
+
+
+@pytest.mark.parametrize(
+    ("mode", "inductor", "wanted"),
+    [("default", {}, False), ("reduce-overhead", {}, False), ("max-autotune", {}, True),
+     ("max-autotune-no-cudagraphs", {}, True), ("default", {"coordinate_descent_tuning": True}, True),
+     ("max-autotune", {"coordinate_descent_tuning": False}, False)],
+)  # fmt: skip
+def test_the_estimate_knows_where_inductor_writes_a_kernel_for_one_row(mode, inductor, wanted):
+    assert writes_one_row(Options(mode=mode, inductor=inductor)) == wanted
+
+
+def test_one_row_by_inductor_takes_what_it_was_measured_to():
+    """Microseconds of a layer of one row in float16 without bias under max-autotune (`bench shared-input`, an H200)."""
+    for sizes, measured in ((((4096, 4096),) * 3, 27.0), (((11008, 4096),) * 2, 44.9)):
+        layers = [
+            Product(torch.device("cuda"), Layout("csr", (1, 1), size), 1, 1, 9, torch.float16, True, False, False, "none",
+                    "", constant=True, tuned=True, target=target_named("h200"))
+            for size in sizes
+        ]  # fmt: skip
+        assert 0.95 < 1e6 * sum(map(dense_layer_seconds, layers)) / measured < 1.06
+        for changes in ({"n": 2}, {"bias": True}, {"trained": True}, {"linear": False}):
+            one = layers[0]._replace(**changes)
+            assert dense_layer_seconds(one) == dense_layer_seconds(one._replace(tuned=False))

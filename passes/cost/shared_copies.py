@@ -1,0 +1,17 @@
+"""Whether dense layers on one x are faster as one that has the rows of all, than one after another."""
+
+from collections.abc import Sequence
+
+from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.passes.cost.sparse import Product, dense_layer_seconds
+
+TOGETHER = "one layer"
+
+
+def decide(products: Sequence[Product]) -> Decision:
+    """`TOGETHER`, or `dense`, which stands for a layer each, if that is not slower by estimate."""
+    first = products[0]
+    shape = sum(one.m for one in products), first.k
+    together = first._replace(layout=first.layout._replace(shape=shape))
+    seconds = {"dense": sum(map(dense_layer_seconds, products)), TOGETHER: dense_layer_seconds(together)}
+    return fastest(seconds, rival=f"as {len(products)} layers")
