@@ -120,8 +120,8 @@ def test_one_row_by_inductor_takes_what_it_was_measured_to():
     """Microseconds of a layer of one row in float16 without bias under max-autotune (`bench shared-input`, an H200)."""
     for sizes, measured in ((((4096, 4096),) * 3, 27.0), (((11008, 4096),) * 2, 44.9)):
         layers = [
-            Product(torch.device("cuda"), Layout("csr", (1, 1), size), 1, 1, 9, torch.float16, True, False, False, "none",
-                    "", constant=True, tuned=True, target=target_named("h200"))
+            Product(torch.device("cuda"), Layout("csr", (1, 1), size), 1, 1, 9, torch.float16, True, False, False,
+                    "none", "", constant=True, tuned=True, target=target_named("h200"))
             for size in sizes
         ]  # fmt: skip
         assert 0.95 < 1e6 * sum(map(dense_layer_seconds, layers)) / measured < 1.06
