@@ -112,7 +112,9 @@ SUITES: dict[str, Suite] = {
     "pattern-algebra": Suite("sparse.algebra", lambda m, a: m.run_on_gpu()),
     "active-inputs": Suite("sparse.active_inputs", lambda m, a: m.run(a.workers or 1)),
     "few-rows": Suite("sparse.few_rows", lambda m, a: m.run()),
-    "few-rows-candidates": Suite("sparse.few_rows", lambda m, a: m.candidates(a.workers or 8), _nothing),
+    "few-rows-candidates": Suite(
+        "sparse.few_rows", lambda m, a: m.candidates(a.workers or 8, a.names or ()), _nothing
+    ),
     "shared-input": Suite("sparse.shared_input", lambda m, a: m.run(a.workers or 8)),
     "shared-input-candidates": Suite("sparse.shared_input", lambda m, a: m.candidates(), _nothing),
     "gated-pairs": Suite("sparse.gated_pairs", lambda m, a: m.run(a.workers or 8, a.names or m.FORMS)),
