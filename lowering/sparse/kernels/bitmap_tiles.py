@@ -231,8 +231,9 @@ def launch_of(
     """
     p, strips, warps = problem, config["STRIPS"], weights * config["warps"]
     depth, registers = _room(strips, warps)
-    while depth > 2 and (weights > 1 or p.parts) and not _at_once(p, strips, warps, depth, programs):
-        depth -= 1
+    if weights > 1 or p.parts:
+        depths = range(depth, 1, -1)
+        depth = next((one for one in depths if _at_once(p, strips, warps, one, programs)), depth)
     constants |= {
         "DTYPE": p.dtype, "INDEX": p.index_dtype, "GRAIN": p.grain, "TILES": TILES, "CHUNK": CHUNK,
         "HEAD": head_bytes(p.grain), "UNIT": UNIT, "SLOT": p.slot, "WHOLE": p.k % CHUNK == 0, "HALVES": -(-p.n // 8),
