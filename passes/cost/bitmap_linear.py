@@ -59,7 +59,7 @@ def _share(product: Product, rivals: Decision, beside: Sequence[tuple[Product, D
     decisions = [rivals, *(decision for _, decision in beside)]
     without = [min(one.seconds.values()) for one in decisions]
     total = sum(without)
-    if product.n == 1 and all(one.dense for one in decisions):
+    if product.n == 1 and not product.tuned and all(one.dense for one in decisions):
         total = min(total, *decide_copies([product, *(one for one, _ in beside)]).seconds.values())
     return min(seconds, default=inf) * without[0] / total
 

@@ -2,7 +2,8 @@
 
 A small layer leaves a card half empty, and each takes a launch. The copies are kept under the promise anyway, so that
 one with the rows of all takes no more memory. Its results are parts of one row, as they would lie by themselves; of
-several rows they would have to be copied apart.
+several rows they would have to be copied apart. Under max-autotune they stay apart: Inductor's kernels for one row do
+what follows them too.
 """
 
 from collections.abc import Mapping
@@ -87,6 +88,8 @@ def _is_one_row(node: fx.Node, ctx: Context) -> bool:
     """Whether a node is one row times a dense copy, without bias, on a GPU."""
     if node.target is not F.linear or len(node.args) < 2 or any(one is not None for one in node.args[2:]):
         return False
+    if writes_one_row(ctx.options):
+        return False
     constant, shape, out = constant_behind(node.args[1]), known_sizes(node.args[0]), example_of(node)
     if constant is None or not isinstance(constant.make, WrittenOut) or shape is None or out is None:
         return False
@@ -98,7 +101,7 @@ def _product(node: fx.Node, ctx: Context) -> Product:
     how = {"target": ctx.target, "replayed": replays(ctx.options, device), "products": ctx.products}
     return Product(
         device, Layout("csr", (1, 1), tuple(weight.shape)), 1, 1, weight.numel(), weight.dtype, True, False, False,
-        "none", "", constant=True, tuned=writes_one_row(ctx.options), **how,
+        "none", "", constant=True, **how,
     )  # fmt: skip
 
 

@@ -80,13 +80,14 @@ def written(x: Tensor, *layers: Any) -> Any:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("how", "shape", "biased", "frozen"),
-    [(None, (2, 264), False, True), (None, (1, 264), True, True), (None, (1, 264), False, False),
-     (in_two_ways, (1, 264), False, True)],
+    ("how", "shape", "biased", "options"),
+    [(None, (2, 264), False, {"frozen": True}), (None, (1, 264), True, {"frozen": True}), (None, (1, 264), False, {}),
+     (in_two_ways, (1, 264), False, {"frozen": True}),
+     (None, (1, 264), False, {"frozen": True, "inductor": {"coordinate_descent_tuning": True}})],
 )  # fmt: skip
-def test_other_copies_stay_by_themselves(how, shape, biased, frozen, dense):
+def test_other_copies_stay_by_themselves(how, shape, biased, options, dense):
     model, x = Attending(how, biased=biased), torch.randn(shape).half()
-    out, report, code = rewritten_for("h200", model, x, frozen=frozen)
+    out, report, code = rewritten_for("h200", model, x, **options)
     assert {one.rule for one in report.sites} == {"sparse_linear"} and "narrow" not in code
 
 
@@ -108,11 +109,10 @@ def test_the_estimate_decides(dense, monkeypatch):
     assert site(report, "shared_copies").reason.endswith("as 3 layers") and "narrow" not in code
 
 
-@pytest.mark.parametrize("tuned", [False, True])
-def test_large_layers_gain_little(tuned):
+def test_large_layers_gain_little():
     gains = []
     for m, k in ((1024, 1024), (4096, 4096), (28672, 8192)):
-        decision = decide([product(m, k, 1, tuned=tuned) for _ in range(3)])
+        decision = decide([product(m, k, 1) for _ in range(3)])
         gains.append(decision.seconds["dense"] / decision.seconds[TOGETHER])
         assert decision.dense == (gains[-1] < 1.03)
     assert gains == sorted(gains, reverse=True) and gains[1] > 1.1
