@@ -116,6 +116,31 @@ def test_what_is_timed_is_a_pair_of_the_same_kind(count):
         assert fault(BITMAP_PAIR, stands, where, candidate) is None, candidate.name
 
 
+@needs_triton
+@pytest.mark.parametrize("zeros", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("parts", [(), (11008, 11008), (4096, 1024, 1024)])
+def test_all_programs_run_at_once_where_they_can(zeros, parts):
+    """On 132 processors of 228 KiB of shared memory each, of which a program takes one more than its rings."""
+    from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear, random_longest
+    from sparsecomp.lowering.sparse.bitmap_pair import BITMAP_PAIR
+    from sparsecomp.lowering.sparse.bitmap_siblings import SIBLINGS
+    from sparsecomp.lowering.sparse.kernels.bitmap_walk import ring_bytes
+
+    m = sum(parts) or 11008
+    nnz = round(m * 4096 * (1 - zeros))
+    problem = BitmapLinear.of_layer(
+        m, 4096, 1, nnz, 2, random_longest(m, 4096, nnz, 2), torch.float16, False, False, "none"
+    )._replace(parts=parts)
+    operation = SIBLINGS[len(parts)] if parts else BITMAP_PAIR
+    (usual, *_) = operation.candidates(problem, target_named("h200").device)
+    launch: Any = usual.template.prepare(problem, usual.config)
+    warps, depth = launch.named["num_warps"], launch.named["DEPTH"]
+    a_processor = -(-launch.grid[0] // 132)
+    assert a_processor * (ring_bytes(warps, depth, 1, problem.slot) + 1024 + 256) <= 228 * 1024
+    deeper = a_processor * (ring_bytes(warps, depth + 1, 1, problem.slot) + 1024)
+    assert depth == (4 if warps < 8 else 2) or deeper > 228 * 1024
+
+
 # -- the operator
 
 
