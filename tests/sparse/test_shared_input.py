@@ -1,5 +1,6 @@
 """Layers by bitmaps that read one x are one launch: the kernel, the operator, and when the compiler makes it."""
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from test_bitmap_linear import DTYPES, TOLERANCE, needs_gpu, packed, pruned
 from torch import Tensor, fx, nn
 
 import sparsecomp
+from bench.table import RESULTS
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.errors import FormatError, FrozenWeightError
 from sparsecomp.formats import BITMAP, CSR, NARROW, SparseMatrix
@@ -442,6 +444,29 @@ def test_a_layer_is_judged_with_those_that_it_would_share_a_launch_with(how, dis
     monkeypatch.setattr(bitmap, "decide", decide)
     rewritten_for("h200", Attending(how), torch.randn(1, 264).half(), frozen=True, disable=disable)
     assert seen == wanted
+
+
+MEASURED = RESULTS / "shared_input.json"
+ROWS = json.loads(MEASURED.read_text())["result"] if MEASURED.exists() else []
+"""`bench shared-input`, of an H200; bitmaps of twos."""
+
+
+def layers_of(row: dict[str, Any]) -> str:
+    """For the test's name."""
+    return " ".join(map(str, row["layers"].values()))
+
+
+@needs_triton
+@pytest.mark.parametrize("row", ROWS, ids=layers_of)
+def test_layers_are_one_launch_where_that_was_faster(row):
+    from sparsecomp.passes.cost.bitmap_linear import decide_siblings
+
+    outs, k, zeros, rows = row["layers"].values()
+    decision, ms = decide_siblings([product(m, k, rows, 1 - zeros) for m in outs], 2), row["ms"]
+    (kernel,) = decision.seconds.keys() - {"dense"}
+    assert 0.85 < 1e3 * decision.seconds[kernel] / ms["together"] < 1.2
+    gain = ms["apart"] / ms["together"]
+    assert decision.dense == (gain < 1) or 0.98 < gain < 1.05
 
 
 class Block(nn.Module):
