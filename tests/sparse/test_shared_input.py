@@ -156,6 +156,7 @@ def test_the_operator_takes_any_rows(device, shape, biased):
 
 
 @needs_triton
+@pytest.mark.slow(reason="Inductor compiles")
 def test_inductor_takes_the_parts():
     """Each result is a tensor of its own, and none is computed twice."""
     from torch._inductor.utils import run_and_get_code
