@@ -25,6 +25,7 @@ from sparsecomp.lowering.cache.entry import Entry, sentence
 from sparsecomp.lowering.cache.signature import KernelSignature, device_of
 from sparsecomp.lowering.cache.tuning_cache import TuningCache, default_cache
 from sparsecomp.lowering.tuning import cost
+from sparsecomp.lowering.tuning.apart import apart
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.measure import measure_ms
 from sparsecomp.lowering.tuning.progress import Progress
@@ -199,6 +200,9 @@ class Tuner:
         if hindrance is not None:
             _note(f"default configuration of {task.operation.name}: {hindrance}", logging.INFO)
             return
+        apart(task.device, partial(self._tune_alone, task, effort))
+
+    def _tune_alone(self, task: "_Task", effort: Effort) -> None:
         with self._lock, ExitStack() as turn:
             try:
                 turn.enter_context(self._cache.alone(task.signature))

@@ -23,6 +23,7 @@ from sparsecomp.lowering.cache.signature import Device, KernelSignature, Rows, d
 from sparsecomp.lowering.cache.tuning_cache import TuningCache
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.tuning import autotune, operations, progress
+from sparsecomp.lowering.tuning.apart import apart
 from sparsecomp.lowering.tuning.autotune import Tuner, effort_scope
 from sparsecomp.lowering.tuning.measure import measure_ms, settled_median
 from sparsecomp.lowering.tuning.trial import relative_error
@@ -449,6 +450,36 @@ def test_on_a_gpu_twice_the_bytes_take_twice_the_time(device):
         return [partial(pair[0].copy_, pair[1]) for pair in memory]
 
     assert 1.6 < measure_ms(copies(2**28)) / measure_ms(copies(2**27)) < 2.4
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
+def test_what_tuning_holds_is_not_in_the_pool_of_a_callers_graph(device):
+    pool, held = torch.cuda.MemPool(), []
+    with torch.cuda.use_mem_pool(pool):
+        held.append(torch.zeros(2**22, dtype=torch.uint8, device=device))
+        before = sum(segment["total_size"] for segment in pool.snapshot())
+        apart(torch.device(device), lambda: held.append(torch.zeros(2**26, dtype=torch.uint8, device=device)))
+        assert sum(segment["total_size"] for segment in pool.snapshot()) == before > 0
+    assert len(held) == 2
+
+
+def test_a_thread_apart_has_the_callers_scope_alone_and_gives_its_errors_back():
+    seen: list[tuple[str | None, bool, threading.Thread]] = []
+
+    def work() -> None:
+        seen.append((tuner(Bench({16: 1.0})).effort(), torch.is_grad_enabled(), threading.current_thread()))
+
+    def within() -> None:
+        work()
+        apart(torch.device("cuda"), work)
+        raise ZeroDivisionError
+
+    with effort_scope("quick"), torch.no_grad(), pytest.raises(ZeroDivisionError):
+        apart(torch.device("cuda"), within)
+    apart(CPU, work)
+    (first, second, here), ours = seen, threading.current_thread()
+    assert first[:2] == second[:2] == ("quick", True) and first[2] is second[2] is not ours
+    assert here == (None, True, ours)
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES[1:])
