@@ -123,7 +123,8 @@ def laid_by_rows(places: Tensor, shape: tuple[int, int]) -> Tensor:
 
 def begins_of(heads: Tensor) -> Tensor:
     """(chunks, lanes) int16: where each lane's values begin."""
-    return heads[:, : 2 * LANES].contiguous().view(torch.int16)
+    # copied in any case: a view of wider numbers must not begin in the middle of one
+    return heads[:, : 2 * LANES].clone(memory_format=torch.contiguous_format).view(torch.int16)
 
 
 def _counts(numbers: Tensor, most: int) -> Tensor:
