@@ -1,6 +1,7 @@
 """Whether a rewrite pays: the one record of every rule's answer, and the one margin by which something must win."""
 
 from collections.abc import Mapping
+from math import inf, isinf
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -16,7 +17,8 @@ class Decision(NamedTuple):
     Attributes:
         implementation: `dense`, or the sparse implementation that pays.
         reason: for the report.
-        seconds: by implementation, `dense` among them; empty without an estimate.
+        seconds: by implementation, `dense` among them, infinite for one without kernels of its own; empty without an
+            estimate.
         source: of the seconds, "estimated" or "measured".
     """
 
@@ -32,15 +34,14 @@ class Decision(NamedTuple):
     @property
     def gain(self) -> float | None:
         """Speed-up over dense of the fastest sparse implementation, chosen or not; None without an estimate."""
-        sparse = [seconds for name, seconds in self.seconds.items() if name != "dense"]
-        return self.seconds["dense"] / min(sparse) if sparse else None
+        sparse = min((seconds for name, seconds in self.seconds.items() if name != "dense"), default=inf)
+        return None if isinf(sparse) else self.seconds["dense"] / sparse
 
     @property
     def estimate(self) -> Estimate | None:
-        """Seconds of what runs and of the dense operator, for the report."""
-        if self.implementation not in self.seconds:
-            return None
-        return Estimate(self.seconds[self.implementation], self.seconds["dense"], self.source)
+        """Seconds of what runs and of the dense operator, for the report; None if those of what runs are not known."""
+        ran = self.seconds.get(self.implementation, inf)
+        return None if isinf(ran) else Estimate(ran, self.seconds["dense"], self.source)
 
 
 def fastest(seconds: Mapping[str, float], source: str = "estimated", rival: str = "dense") -> Decision:
@@ -54,6 +55,9 @@ def fastest(seconds: Mapping[str, float], source: str = "estimated", rival: str 
     form = "{:.1f} us" if source == "estimated" else "{:.3f} ms"
     scale = 1e6 if source == "estimated" else 1e3
     ours, theirs = (form.format(seconds[one] * scale) for one in (name, "dense"))
+    if isinf(seconds[name]):
+        reason = f"{name} has no kernel of its own for all of it, against {theirs} {rival}"
+        return Decision("dense", reason, seconds, source)
     decision = Decision(name, f"{source} {ours} against {theirs} {rival}", seconds, source)
     if seconds["dense"] / seconds[name] < MIN_GAIN:
         return decision._replace(implementation="dense", reason=f"{name} {decision.reason}")

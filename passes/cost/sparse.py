@@ -4,6 +4,7 @@ A training step is three products. On a CPU the same is asked of torch's own pro
 dtype, the product stays sparse, as it was written.
 """
 
+from dataclasses import replace
 from math import inf, prod
 from typing import Any, NamedTuple, Protocol
 
@@ -156,8 +157,8 @@ def compare(product: Product, device: Device, card: Card) -> Decision:
 
 def beside_the_layer(product: Product, decision: Decision) -> Estimate | None:
     """What runs beside the dense layer that could stand in its place, which has no weight to write out."""
-    ran = decision.seconds.get(decision.implementation)
-    return None if ran is None else Estimate(ran, dense_layer_seconds(product), decision.source)
+    ran = decision.estimate
+    return None if ran is None else replace(ran, dense_seconds=dense_layer_seconds(product))
 
 
 def dense_layer_seconds(product: Product) -> float:

@@ -195,7 +195,8 @@ class BITMAP(SparseMatrix):
         cls, elements: Triplets, index_dtype: torch.dtype | None, at_least: torch.dtype, **layout: Any
     ) -> Self:
         row, col, values, shape = elements
-        chunks = chunk_count(shape)
+        if (chunks := chunk_count(shape)) * SIZE > torch.iinfo(torch.int64).max:
+            raise FormatError(f"a bitmap of shape {shape} has more than 2**63 - 1 places: convert to CSR")
         places, order = sorted_keys(lane_places(row, col, shape[1]), chunks * SIZE)
         starts, heads = chunks_at(places, chunks)
         dtype = choose_index_dtype(index_dtype, at_least, *shape, row.numel())

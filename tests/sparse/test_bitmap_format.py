@@ -13,7 +13,7 @@ from torch import Tensor
 
 import sparsecomp
 from sparsecomp.errors import FormatError
-from sparsecomp.formats import BITMAP, CSR, SparseMatrix
+from sparsecomp.formats import BITMAP, COO, CSR, SparseMatrix
 from sparsecomp.lowering.tuning.ceilings import target_named
 from sparsecomp.nn import SparseLinear
 from sparsecomp.passes.cost.sparse import Product, decide
@@ -76,6 +76,24 @@ def test_what_breaks_a_bitmap_is_named():
     wide = BITMAP.from_dense(torch.ones(16, 128))
     with pytest.raises(FormatError, match=r"must lie in the shape \(15, 128\)"):
         BITMAP.from_arrays(**wide.arrays, shape=(15, 128))
+
+
+@pytest.mark.parametrize("rows", [9, 40])
+@pytest.mark.parametrize("before", [1, 6])
+def test_heads_that_begin_at_any_byte(before, rows):
+    """Those of a single chunk are contiguous however much of them is taken."""
+    dense = pruned(rows, 100).float()
+    good = BITMAP.from_dense(dense)
+    heads = torch.zeros(good.heads.numel() + before, dtype=torch.uint8)[before:].view(good.heads.shape)
+    moved = BITMAP.from_arrays(good.starts, heads.copy_(good.heads), good.values, good.shape)
+    assert torch.equal(moved.to_dense(), dense)
+
+
+@pytest.mark.parametrize("shape", [(2**41, 2**42), (2**61, 2**62)])
+def test_more_places_than_can_be_counted_are_refused(shape):
+    one = COO.from_arrays(torch.tensor([2**40]), torch.tensor([2**41]), torch.ones(1), shape)
+    with pytest.raises(FormatError, match="to CSR"):
+        one.to(BITMAP)
 
 
 def test_it_takes_fewer_bytes_than_narrow_columns():
@@ -225,6 +243,10 @@ def test_a_layer_runs_by_what_it_stores(rows, options, implementation):
     out, report, code = rewritten_for("h200", model, x, **options)
     (site,) = [one for one in report.sites if one.rule == "sparse_linear"]
     assert site.implementation == implementation and "BITMAP 8192x1032 at 70.0% sparsity" in site.reason
+    assert "inf us" not in site.reason
+    # what is kept sparse without a kernel of its own has no gain, and not one of 0
+    assert (site.expected_gain is None) == ("precision" in options)
+    assert site.expected_gain is None or 0 < site.expected_gain < 10
     exact = model.exact(x)
     assert (out - exact).norm() <= 1e-3 * exact.norm()
 

@@ -25,8 +25,14 @@ def test_reasons_name_both_times_and_where_they_come_from():
     times = {"dense": 10e-6, "slow": 20e-6}
     assert fastest(times, "measured") == Decision("dense", reason, times, "measured")
     assert fastest(times, "measured").estimate == Estimate(10e-6, 10e-6, "measured")
-    assert fastest({"dense": 1e-6, "none": float("inf")}).dense
     assert fastest({"dense": 20e-6, "fast": 10e-6}).estimate == Estimate(10e-6, 20e-6, "estimated")
+
+
+def test_what_has_no_kernel_has_no_estimate_and_no_gain():
+    decision = fastest({"dense": 1e-6, "none": float("inf")}, rival="written out")
+    assert decision.dense and decision.reason == "none has no kernel of its own for all of it, against 1.0 us written out"
+    assert decision.gain is None and decision.estimate == Estimate(1e-6, 1e-6, "estimated")
+    assert decision._replace(implementation="none").estimate is None
 
 
 def test_without_an_estimate_there_is_none():
