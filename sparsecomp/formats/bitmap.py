@@ -41,7 +41,7 @@ class BITMAP(SparseMatrix):
         values: (entries,) or (batch, entries), by chunk, lane, tile and place.
         shape: rows and columns; chunks = ceil(rows / 16) · ceil(columns / 128).
 
-    A kernel copies the 16 bytes around what it needs: up to 14 before and behind `values`, within the memory's pages.
+    A kernel copies whole units of 16 bytes, the last with up to 14 behind `values`, within the memory's pages.
     """
 
     ARRAYS = ("starts", "heads", "values")

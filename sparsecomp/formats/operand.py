@@ -35,7 +35,7 @@ class Operand:
 
     # of a format that is taken in its own layout
     INDICES: ClassVar[tuple[str, ...]] = ("pointers", "indices")
-    """Index arrays, in order; layers name their buffers so. The last has as many entries as are stored."""
+    """Index arrays, in order; layers name their buffers so."""
     LAYOUT: ClassVar[tuple[str, ...]] = ()
     """What a conversion to the format must be told besides: names of attributes."""
     VALUE_DIMS: ClassVar[int] = 1

@@ -29,10 +29,10 @@ def test_reasons_name_both_times_and_where_they_come_from():
 
 
 def test_what_has_no_kernel_has_no_estimate_and_no_gain():
-    decision = fastest({"dense": 1e-6, "none": float("inf")}, rival="written out")
-    assert decision.dense and decision.reason == "none has no kernel of its own for all of it, against 1.0 us written out"
+    decision = fastest({"dense": 1e-6, "it": float("inf")}, rival="written out")
+    assert decision.dense and decision.reason == "it has no kernel of its own for all of it, against 1.0 us written out"
     assert decision.gain is None and decision.estimate == Estimate(1e-6, 1e-6, "estimated")
-    assert decision._replace(implementation="none").estimate is None
+    assert decision._replace(implementation="it").estimate is None
 
 
 def test_without_an_estimate_there_is_none():

@@ -20,7 +20,7 @@ class SparseEmbedding(StoredWeight):
     """Rows of a sparse table, looked up as dense vectors.
 
     Args:
-        weight: (rows, columns), a matrix or SparseTensor of format CSR, COO or NM.
+        weight: (rows, columns), a matrix or SparseTensor of format CSR, COO, NM, NARROW or BITMAP.
         requires_grad: whether the table's values take a gradient.
 
     Raises:

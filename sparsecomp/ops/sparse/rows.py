@@ -24,7 +24,7 @@ def sparse_rows(sparse: Tensor, index: Tensor) -> Tensor:
     """Rows of `sparse` (rows, columns), dense.
 
     Args:
-        sparse: a `SparseTensor` of format CSR, COO or NM, or a dense tensor.
+        sparse: a `SparseTensor` of format CSR, COO, NM, NARROW or BITMAP, or a dense tensor.
         index: of any shape, int32 or int64, in the rows; it is not checked on a device.
 
     Returns:
