@@ -159,7 +159,7 @@ class BitmapChunks(NamedTuple):
     """A weight as the kernel reads it, from values and index arrays.
 
     Attributes:
-        layout: of the arrays, plain and by rows, from `Layout.written`.
+        layout: of the arrays, of single elements by rows, from `Layout.written`.
         grain: neighbours in a row that share a bit.
     """
 

@@ -30,7 +30,7 @@ def bitmap_linear(
 
     Args:
         x: (..., k), of the dtype of `values`.
-        values, pattern, layout: of S, as of `sparse_linear`; by rows, and plain.
+        values, pattern, layout: of S, as of `sparse_linear`; of single elements, by rows.
         copy, grain: of these, from `sparsecomp.lowering.sparse.bitmap_linear.BitmapChunks`.
         longest: values of its longest chunk. Where one of another pattern is longer, its rows are multiplied slowly.
         bias: (m,).
