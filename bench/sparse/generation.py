@@ -102,6 +102,8 @@ def _ready(case: Case, device: str) -> tuple[nn.Module, "Generation"]:
     generate = Generation(chosen, case.batch, device, how)
     generate()  # compiles
     generate()  # records
+    gc.collect()
+    torch.cuda.empty_cache()  # others prepare on the same card
     return chosen, generate
 
 

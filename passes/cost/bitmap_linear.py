@@ -11,7 +11,7 @@ from sparsecomp.lowering.tuning import host
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.lowering.tuning.host import Time
-from sparsecomp.passes.cost.decision import Decision, fastest
+from sparsecomp.passes.cost.decision import MIN_GAIN, Decision, fastest
 from sparsecomp.passes.cost.shared_copies import decide as decide_copies
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
 
@@ -28,8 +28,9 @@ def decide(
         product: of a weight that stays as it is, and of which a copy may be kept. One that is a bitmap itself is among
             the rivals by what it stores.
         rivals: what was decided without.
-        beside: layers with which it could share a launch, and what was decided of each without. Its share of that is
-            that of what all would take without, by one dense copy of one row too, so that all find it faster, or none.
+        beside: layers with which it could share a launch, and what was decided of each without. It has the share of
+            that which it has of what all take without, so that all find it faster, or none; one dense copy of all is a
+            rival.
     """
     p = product
     if p.layout.entry or not p.linear or not rivals.seconds or not p.constant:
@@ -58,10 +59,11 @@ def _share(product: Product, rivals: Decision, beside: Sequence[tuple[Product, D
     seconds = [seconds for name, seconds in together.seconds.items() if name != "dense"]
     decisions = [rivals, *(decision for _, decision in beside)]
     without = [min(one.seconds.values()) for one in decisions]
-    total = sum(without)
+    best = sum(without)
     if product.n == 1 and not product.tuned and all(one.dense for one in decisions):
-        total = min(total, *decide_copies([product, *(one for one, _ in beside)]).seconds.values())
-    return min(seconds, default=inf) * without[0] / total
+        best = min(best, *decide_copies([product, *(one for one, _ in beside)]).seconds.values())
+    found = min(seconds, default=inf)
+    return found * without[0] / sum(without) if MIN_GAIN * found <= best else inf
 
 
 def bitmap_time(product: Product, grain: int, device: Device, card: Card) -> tuple[Time, str]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from sparsecomp.lowering.tuning import host
 from sparsecomp.passes.cost.decision import Decision, fastest
-from sparsecomp.passes.cost.sparse import Product, dense_layer_seconds
+from sparsecomp.passes.cost.sparse import Product, dense_layer_time
 
 TOGETHER = "one layer"
 
@@ -13,5 +14,9 @@ def decide(products: Sequence[Product]) -> Decision:
     first = products[0]
     shape = sum(one.m for one in products), first.k
     together = first._replace(layout=first.layout._replace(shape=shape))
-    seconds = {"dense": sum(map(dense_layer_seconds, products)), TOGETHER: dense_layer_seconds(together)}
+    apart, *others = map(dense_layer_time, products)
+    # all layers' shares of a call, which takes as long besides
+    besides = len(products) * host.besides(first.trained, first.products)
+    times = {"dense": apart.plus(*others), TOGETHER: dense_layer_time(together)}
+    seconds = {name: time.waited(first.replayed, besides) for name, time in times.items()}
     return fastest(seconds, rival=f"as {len(products)} layers")

@@ -207,6 +207,11 @@ def dense_seconds(product: Product, card: Card) -> float:
     return p.waited(forward.plus(*[_dense_product(p, card)] * 2, *[_writing(p, card)] * 2, _by_autograd(p, 5)))
 
 
+def dense_layer_time(product: Product) -> Time:
+    """What the dense layer of these sizes takes a GPU and its host, in inference."""
+    return _forward(product, product.card)
+
+
 def _forward(product: Product, card: Card) -> Time:
     """The dense product and what follows it."""
     p, forward = product, _dense_product(product, card)

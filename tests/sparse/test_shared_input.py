@@ -432,6 +432,19 @@ def test_layers_that_are_faster_dense_each_may_be_faster_together(sizes):
 
 
 @needs_triton
+def test_where_the_host_is_the_time_layers_share_a_launch():
+    """One launch takes it less than three, and one dense layer does not take it less than that."""
+    from sparsecomp.passes.cost.bitmap_linear import decide
+    from sparsecomp.passes.cost.sparse import decide as without_bitmaps
+
+    layers = [product(m, 4096, 1, replayed=False, products=3) for m in (4096, 1024, 1024)]
+    one, *others = ((layer, without_bitmaps(layer)) for layer in layers)
+    alone, shared = decide(*one), decide(*one, others)
+    assert alone is not None and shared is not None and shared[0].implementation == "bitmap_three"
+    assert shared[0].seconds["bitmap_three"] < alone[0].seconds[alone[0].implementation]
+
+
+@needs_triton
 @pytest.mark.parametrize(
     ("how", "disable", "wanted"),
     [(None, (), [2, 2, 2]), (None, ("shared_input",), [0, 0, 0]), (of_two, (), [0, 0, 0]), (activated, (), [0, 0, 0])],
