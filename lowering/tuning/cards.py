@@ -65,8 +65,9 @@ class Card(Ceilings):
     Attributes:
         capability: as CUDA numbers it, such as `9.0`.
         matmul: cuBLAS, large products (`bench/results/snn_conv.json`: 4096 cubed).
-        few_rows: of bandwidth, cuBLAS with a layer's weight and up to 64 rows (`bench few-rows`: 0.88 to 0.97 on an
-            H200, for weights of 86 and 448 MiB).
+        few_rows: of bandwidth, cuBLAS with a layer's weight and up to 64 rows.
+        large_rows, large_rows_ahead: the same with weights of 8 MiB and more in half precision, and seconds that it
+            takes beside a launch (`bench few-rows`, `bench shared-input`: up to 448 MiB, an H200).
         long_rows: of that, where a layer has twice as many features in as out, or more (the same: 4096x11008 took 1.07
             to 1.15 times as long as 11008x4096).
         one_row: of bandwidth, the kernel that Inductor writes for a layer of one row under max-autotune (`bench
@@ -96,6 +97,8 @@ class Card(Ceilings):
     capability: str
     matmul: ByPrecision = ByPrecision(50 / 50, 430 / 430, 800 / 730)
     few_rows: float = 0.9
+    large_rows: float = 0.97
+    large_rows_ahead: float = 2.5e-6
     long_rows: float = 0.87
     one_row: float = 1.045
     conv: ByPrecision = ByPrecision(80 / 50, 200 / 430, 350 / 730)
@@ -121,7 +124,7 @@ class Card(Ceilings):
     shared_rate: float = 2.2e11
     selects: float = 2.0e11
     narrow_values: float = 5.5e9
-    narrow_rows: float = 1.9e7
+    narrow_rows: float = 2.1e7
 
     @property
     def shared(self) -> int:

@@ -243,14 +243,16 @@ _WAITS = 3
 
 def _dense_product(product: Product, card: Card) -> Time:
     p = product
-    elements = p.m * p.k + p.batch * (p.k + p.m) * p.n
+    elements, ahead = p.m * p.k + p.batch * (p.k + p.m) * p.n, 0.0
     if _is_by_inductor(p):
         elements /= card.one_row
     elif p.batch == 1 and p.n <= _FEW_ROWS:
-        elements /= card.few_rows * (card.long_rows if p.k >= 2 * p.m else 1)
+        large = p.dtype.itemsize == 2 and p.m * p.k >= _LARGE
+        reached, ahead = (card.large_rows, card.large_rows_ahead) if large else (card.few_rows, 0.0)
+        elements /= reached * (card.long_rows if p.k >= 2 * p.m else 1)
     time = time_of(DenseWork(2.0 * p.m * p.k * p.n * p.batch, elements, p.dtype), card)
     assert time is not None, f"no product of {p.dtype} is estimated"
-    return time
+    return time.plus(Time(ahead, 0.0))
 
 
 def _is_by_inductor(product: Product) -> bool:
@@ -260,6 +262,8 @@ def _is_by_inductor(product: Product) -> bool:
 
 _FEW_ROWS = 64
 """Rows of a layer's input up to which the weight's bytes are the time."""
+_LARGE = 2**22
+"""Elements of a half-precision weight from which on what its product takes ahead was measured."""
 
 
 def _writing(product: Product, card: Card) -> Time:

@@ -211,7 +211,7 @@ def test_more_rows_than_a_kernel_takes_are_multiplied_dense():
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("rows", "frozen", "found"), [(1, True, "narrow copy"), (16, True, "dense copy"), (1, False, "csr")]
+    ("rows", "frozen", "found"), [(1, True, "narrow copy"), (16, True, "bitmap copy"), (1, False, "csr")]
 )
 def test_a_csr_layer_that_is_promised_to_stay_is_multiplied_narrow(rows, frozen, found):
     """As for an H200, run op by op on a CPU."""

@@ -195,7 +195,7 @@ def test_kernels_compile_for_gpus_that_are_not_there():
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("rows", "out", "frozen", "found"),
-    [((1,), 4096, True, "packed copy"), ((2,), 4096, True, "dense copy"), ((1, 2), 12288, True, "packed copy"),
+    [((1,), 4096, True, "packed copy"), ((8,), 1024, True, "dense copy"), ((1, 2), 12288, True, "packed copy"),
      ((9,), 4096, True, "dense copy"), ((1,), 4096, False, "nm")],
 )  # fmt: skip
 def test_a_layer_that_is_promised_to_stay_is_multiplied_packed(rows, out, frozen, found):

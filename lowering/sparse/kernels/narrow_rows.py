@@ -235,6 +235,8 @@ FAR = far_from(
 _columns = sympy.Max(1, 0.2 * _bn)
 """What the columns of dense, each a load and a sum a value, take: up to five nothing."""
 
+_AHEAD = 1e-6
+
 WALK = (_step, _unsigned, _terms, opened, next_ends, walked_row, transpose_kernel)
 """What a kernel that walks rows is made of."""
 
@@ -242,9 +244,10 @@ WALK = (_step, _unsigned, _terms, opened, next_ends, walked_row, transpose_kerne
 def stream_seconds(rows: sympy.Expr, entries: sympy.Expr, far: sympy.Expr = FAR) -> sympy.Expr:
     """Seconds to walk so many rows with so many values, so far from the usual configuration.
 
-    Not by bytes: a program waits for a step and the next, and takes what is in flight at most.
+    Not by bytes: a program waits for a step and the next, and takes what is in flight at most, and first it waits for
+    where its rows lie.
     """
-    return (entries * _columns / _values + rows * (1 + _bn / 6) / _lines) / _processors * (1 + far / 10)
+    return _AHEAD + (entries * _columns / _values + rows * (1 + _bn / 6) / _lines) / _processors * (1 + far / 10)
 
 
 NARROW_ROWS = Template(
