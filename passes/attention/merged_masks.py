@@ -38,26 +38,35 @@ class _Masking(NamedTuple):
 
 
 def merge_masks(gm: fx.GraphModule) -> None:
-    """Merge each mask of scores with the one before it, if nobody reads what lies between, and nothing is in place."""
+    """Merge each mask of scores with the one before it, if nobody reads what lies between, and nothing is in place.
+
+    The first two of several are merged first: what is filled in, as a number that is added, stands only beside scores
+    of common size, of which nothing was filled in before.
+    """
     for node in list(gm.graph.nodes):
         outer = _masking(node) if _is_for_softmax(node) else None
-        while outer is not None and (inner := _masking(outer.scores)) is not None:
-            if not _may_merge(node, outer, inner):
-                break
-            outer = _merged(node, outer, inner)
+        inner = None if outer is None else _masking(outer.scores)
+        if outer is not None and inner is not None and _may_merge(node, outer, inner):
+            _merge(node, outer, inner)
 
 
 def _is_for_softmax(node: fx.Node) -> bool:
-    """Whether the one reader is a softmax, maybe behind a cast or a scale."""
+    """Whether the one reader is a softmax, maybe behind casts, scales and other masks."""
     while len(node.users) == 1:
-        node = next(iter(node.users))
-        op = op_of(node)
+        before, node = node, next(iter(node.users))
+        op, masked = op_of(node), _masking(node)
         if op is None or op.name == "softmax":
             return op is not None
-        scales = op.name in ("mul", "div") and one_number(op.get("other")) is not None
-        if not (scales or op.is_identity or op.has(Trait.CAST)):
+        if masked is not None and masked.scores is before:
+            continue
+        if not _only_scales(op):
             return False
     return False
+
+
+def _only_scales(op: CanonicalOp) -> bool:
+    scales = op.name in ("mul", "div") and one_number(op.get("other")) is not None
+    return scales or op.is_identity or op.has(Trait.CAST)
 
 
 def _masking(node: fx.Node) -> _Masking | None:
@@ -97,7 +106,22 @@ def _may_merge(node: fx.Node, outer: _Masking, inner: _Masking) -> bool:
     # scores that are replaced have no gradient, which numbers that are added would leave them
     trained = torch.is_grad_enabled() and example_of(node).requires_grad
     low = filled.fill <= SURELY_ZERO and example_of(filled.mask).dtype is torch.bool
-    return low and not trained and is_mask_of_numbers(added.mask, between)
+    alone = filled.fill == -torch.inf or _is_scaled_product(inner.scores)
+    return low and not trained and alone and is_mask_of_numbers(added.mask, between)
+
+
+def _is_scaled_product(scores: fx.Node) -> bool:
+    """Whether scores are of common size, to which a number may be added in the place of being filled in."""
+    node: object = scores
+    while isinstance(node, fx.Node) and (op := op_of(node)) is not None:
+        if op.inplace or any((user := op_of(one)) is not None and user.inplace for one in node.users):
+            return False
+        if op.has(Trait.PRODUCT) or op.name == "tanh":
+            return True
+        if not _only_scales(op):
+            return False
+        node = op.input
+    return False
 
 
 def something_in_place(first: fx.Node, last: fx.Node) -> bool:
@@ -126,8 +150,8 @@ def _added(node: fx.Node, outer: _Masking, inner: _Masking) -> fx.Node:
     return inserted(node, torch.where, filled.mask, *sides)
 
 
-def _merged(node: fx.Node, outer: _Masking, inner: _Masking) -> _Masking | None:
-    """Have a call mask by both masks; None, with everything as it was, where that fails."""
+def _merge(node: fx.Node, outer: _Masking, inner: _Masking) -> None:
+    """Have a call mask by both masks; everything stays as it was where that fails."""
     before = node.prev
     try:
         if "add" in (outer.use, inner.use):
@@ -143,6 +167,5 @@ def _merged(node: fx.Node, outer: _Masking, inner: _Masking) -> _Masking | None:
         log.warning("%s stays masked twice, since to merge its masks failed", node.name, exc_info=True)
         while node.prev is not before:
             node.graph.erase_node(node.prev)
-        return None
-    node.graph.erase_node(outer.scores)
-    return _masking(node)
+    else:
+        node.graph.erase_node(outer.scores)

@@ -106,6 +106,28 @@ def _in_half_precision(name: str, operands: list[Tensor], mask: Tensor) -> None:
     torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
+THREE_TIMES: dict[str, Masked] = {
+    "filled twice and added": lambda s, m: s.masked_fill(~m, LEAST).masked_fill(~causal(), LEAST) + (
+        1.0 - m.float()) * -1e30,
+    "filled, added and filled": lambda s, m: (s.masked_fill(~m, LEAST) + (1.0 - m.float()) * -1e30).masked_fill(
+        ~causal(), LEAST
+    ),
+    "filled by other numbers and added": lambda s, m: s.masked_fill(~causal(), -math.inf).masked_fill(~m, LEAST) + (
+        1.0 - m.float()) * -1e30,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THREE_TIMES)
+def test_what_is_filled_in_replaces_what_was_filled_in_before(name: str) -> None:
+    """Of a query that keeps nothing all least numbers are equal: none is the sum of two."""
+    function, mask = attend(THREE_TIMES[name]), there().clone()
+    mask[1, ..., :3] = False
+    with torch.no_grad():
+        found, _ = rewritten(function, *given(), mask, strict=True)
+        right = function(*given(), mask)
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.parametrize("name", APART)
 def test_what_is_no_mask_twice_stays(name: str) -> None:
     function = attend(APART[name])
