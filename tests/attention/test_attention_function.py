@@ -218,6 +218,15 @@ def test_no_heads_of_queries() -> None:
     assert found.shape == (2, 0, 32, 16) and not k.grad.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_no_keys(dtype: torch.dtype) -> None:
+    q, k = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 0, 8)
+    q.requires_grad_()
+    found = attention(q, k, k, torch.zeros(5, 0, dtype=dtype))
+    (grad,) = torch.autograd.grad(found.sum(), q)
+    assert found.shape == q.shape and not found.any() and not grad.any()
+
+
 def test_documents_without_tokens() -> None:
     for documents in (Documents.of_lengths([]), Documents(torch.zeros(2, 0, dtype=torch.int64))):
         assert documents.to_dense(0).shape[2:] == (0, 0)

@@ -45,6 +45,8 @@ def levelled(mask: Tensor) -> Tensor:
     Args:
         mask: (…, k_len or 1), floating.
     """
+    if mask.shape[-1] == 0:
+        return mask.clone()
     top = mask.amax(-1, keepdim=True)
     large = (top.abs() > _LARGE) & (top > SURELY_ZERO) & (top < torch.inf)
     found = mask - torch.where(large, top, 0.0)
