@@ -14,6 +14,7 @@ from torch import fx
 import sparsecomp.ops.sparse.bitmap_siblings  # noqa: F401  (registers the operator)
 from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
 from sparsecomp.passes.cost.bitmap_linear import decide_siblings
+from sparsecomp.passes.engine.constants import constant_behind
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, module_path, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.few_rows import FewRows, few_rows_layer, product_of_layer, runs_kernels
@@ -76,13 +77,13 @@ def _operands(layer: FewRows) -> list[fx.Node]:
 
 
 def _is_there(operand: fx.Node, node: fx.Node, ctx: Context) -> bool:
-    """Whether an operand stands before a node, or can be made again there: an attribute, or a constant that is looked
-    at in each call."""
+    """Whether an operand stands before a node, or can be made again there: an attribute, such as a constant of ours,
+    which nobody else writes to, looked at in each call or not."""
     if ctx.analysis.order[operand] < ctx.analysis.order[node]:
         return True
     if operand.target is _PROMISED:
         return all(_is_there(one, node, ctx) for one in operand.all_input_nodes)
-    return operand.op == "get_attr" and operand not in ctx.written
+    return operand.op == "get_attr" and (constant_behind(operand) is not None or operand not in ctx.written)
 
 
 def _later(layers: list[FewRows], node: fx.Node, ctx: Context) -> tuple[fx.Node, ...]:

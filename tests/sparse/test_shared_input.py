@@ -327,6 +327,25 @@ def test_layers_that_stand_apart_are_one_launch_too(debug, by_bitmaps, monkeypat
                 compiled(x)
 
 
+@needs_triton
+def test_a_step_that_writes_to_its_cache_has_one_launch(by_bitmaps):
+    """What the compiler keeps is its own: no write to an input reaches it."""
+    cache = torch.zeros(2, 40).half()
+
+    def step(x: Tensor, first: nn.Module, second: nn.Module, third: nn.Module) -> tuple[Tensor, ...]:
+        query, key, value = first(x).abs(), second(x), third(x)
+        cache.add_(key)
+        return query, cache.clone(), value
+
+    torch.manual_seed(0)
+    model, x = Attending(step), torch.randn(2, 264).half()
+    out, report, _ = rewritten_for("h200", model, x, frozen=True, verify=True)
+    assert runs_as(report) == 3 * ["bitmap copy"] + ["shared input"]
+    exact = model.exact(x)
+    for found, right in zip(out, (exact[0].abs(), *exact[1:]), strict=True):
+        assert (found - right).norm() <= 1e-3 * right.norm()
+
+
 def written_between(x: Tensor, first: nn.Module, second: nn.Module, third: nn.Module) -> Any:
     x = x * 2
     found = first(x)
