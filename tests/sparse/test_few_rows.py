@@ -285,7 +285,7 @@ def test_low_memory_keeps_one_weight(rows, auto, low):
 @pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize(
-    ("kind", "rows", "found"), [(CSR, 1, "narrow copy"), (NARROW, 16, "dense copy"), (NM, 1, "packed copy")]
+    ("kind", "rows", "found"), [(CSR, 1, "narrow copy"), (NARROW, 24, "dense copy"), (NM, 1, "packed copy")]
 )
 def test_a_step_that_writes_to_a_cache_keeps_its_copies(kind, rows, found, same):
     """As for an H200; not where the cache is the memory of the weight."""
