@@ -7,7 +7,7 @@ Worker processes compile them side by side into Triton's cache; then one process
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from sparsecomp.lowering.tuning.autotune import tuner
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
-from sparsecomp.lowering.tuning.template import Candidate
+from sparsecomp.lowering.tuning.template import Candidate, Operation
 from sparsecomp.lowering.tuning.trial import first_line
 from sparsecomp.passes.cost import conv_neuron as gate
 from sparsecomp.passes.cost.decision import Decision
@@ -131,11 +131,16 @@ def _residuals(row: Row, case: Case) -> None:
 
 def decision_of(case: Case, card: Card) -> Decision:
     """What the gate says of a case on a card, in replayed graphs."""
-    site = SiteInfo(
-        device="cuda", itemsize=4, n=case.batch * case.steps, c=case.c, size=(case.size,) * 2, k=case.k,
-        window=case.window, groups=1, digits=3, density=None, active=None, tf32=False, channels_last=True, fused=True,
+    return gate.decide(site_of(case, itemsize=4, digits=3), gate.Behind(case.steps), card)
+
+
+def site_of(case: Case, itemsize: int, digits: int) -> SiteInfo:
+    """A case as the gate sees it, of a weight's bytes a number and digits in int8."""
+    return SiteInfo(
+        device="cuda", itemsize=itemsize, n=case.batch * case.steps, c=case.c, size=(case.size,) * 2, k=case.k,
+        window=case.window, groups=1, digits=digits, density=None, active=None, tf32=False, channels_last=True,
+        fused=True,
     )  # fmt: skip
-    return gate.decide(site, gate.Behind(case.steps), card)
 
 
 def _calls(
@@ -169,10 +174,16 @@ def _calls(
 
 
 def _configurations(row: Row, case: Case) -> None:
-    problem, device = problem_of(case), torch.device("cuda", 0)
-    assert CONV_LIF.operands is not None
-    operands = [CONV_LIF.operands(problem, device, seed) for seed in range(COPIES)]
-    for candidate in _first(case):
+    time_configurations(row, CONV_LIF, problem_of(case), _first(case))
+
+
+def time_configurations(
+    row: Row, operation: Operation[FusedLayer], problem: FusedLayer, candidates: Sequence[Candidate[FusedLayer]]
+) -> None:
+    """The row's milliseconds by configuration, of launches on several operands."""
+    assert operation.operands is not None
+    operands = [operation.operands(problem, torch.device("cuda", 0), seed) for seed in range(COPIES)]
+    for candidate in candidates:
         launch = candidate.template.prepare(problem, candidate.config)
         calls = [partial(launch, *tensors) for tensors in operands]
         guarded(row["configurations"], str(candidate.config), partial(_timed, row, candidate, calls))

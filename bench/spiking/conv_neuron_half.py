@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.spiking.conv_neuron import CASES, COPIES, Case, Row
+from bench.spiking.conv_neuron import CASES, COPIES, Case, Row, site_of, time_configurations
 from bench.table import markdown_grid
 from bench.timing import graph_ms, guarded
 from sparsecomp import ops
@@ -22,7 +22,6 @@ from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.spiking.conv_neuron import CONV_NEURON, Described, conv_neuron_problem
 from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.fused_layer import FusedLayer
-from sparsecomp.lowering.spiking.implementations import SiteInfo
 from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import rank
@@ -77,11 +76,7 @@ def problem_of(case: Case) -> FusedLayer:
 
 def decision_of(case: Case, card: Card) -> Decision:
     """What the gate says of a case on a card, in replayed graphs."""
-    site = SiteInfo(
-        device="cuda", itemsize=2, n=case.batch * case.steps, c=case.c, size=(case.size,) * 2, k=case.k,
-        window=case.window, groups=1, digits=DIGITS, density=None, active=None, tf32=False, channels_last=True,
-        fused=True,
-    )  # fmt: skip
+    site = site_of(case, itemsize=2, digits=DIGITS)
     instructions = sum(1 + (one.operation in ROUNDINGS) for one in neuron_of(STEP).code)
     return gate.beside_written(decide(site, card), site, gate.Behind(case.steps, False, instructions), card)
 
@@ -176,17 +171,7 @@ def _stock(case: Case, ours: bool = False) -> _Calls:
 
 
 def _configurations(row: Row, case: Case) -> None:
-    problem, device = problem_of(case), torch.device("cuda", 0)
-    assert CONV_NEURON.operands is not None
-    operands = [CONV_NEURON.operands(problem, device, seed) for seed in range(COPIES)]
-    for candidate in _first(case):
-        launch = candidate.template.prepare(problem, candidate.config)
-        calls: _Calls = [partial(launch, *tensors) for tensors in operands]
-        guarded(row["configurations"], str(candidate.config), partial(_timed, row, candidate, calls))
-
-
-def _timed(row: Row, candidate: Candidate[FusedLayer], calls: _Calls) -> None:
-    row["configurations"][str(candidate.config)] = graph_ms(calls, 8)
+    time_configurations(row, CONV_NEURON, problem_of(case), _first(case))
 
 
 def table(rows: list[Row]) -> str:

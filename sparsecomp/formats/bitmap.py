@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.checks import Invariant, check_shape, check_tensor, check_values, require
-from sparsecomp.formats.compressed import Compressed
-from sparsecomp.formats.csr import CSR
 from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for, pointers_of, sorted_keys, sorted_pairs, take
 from sparsecomp.formats.lanes import (
     SIZE,
@@ -29,10 +26,11 @@ from sparsecomp.formats.lanes import (
     lane_places,
 )
 from sparsecomp.formats.operand import Block, ByRows, Shape
+from sparsecomp.formats.through_csr import ThroughCSR
 from sparsecomp.formats.triplets import Triplets
 
 
-class BITMAP(SparseMatrix):
+class BITMAP(ThroughCSR):
     """Values by chunks of 16 rows and 128 columns, in each as `sparsecomp.formats.lanes` says, with a bit a place.
 
     Attributes:
@@ -176,19 +174,6 @@ class BITMAP(SparseMatrix):
         """The matrix of these arrays, which it shares."""
         starts, heads = arrays
         return cls(starts, heads, values, shape)
-
-    @property
-    def mT(self) -> Compressed:
-        """The transposed matrix as CSC, in whose order the values are copied."""
-        return self.to(CSR).mT
-
-    def to_torch(self) -> Tensor:
-        """A torch tensor in CSR layout."""
-        return self.to(CSR).to_torch()
-
-    def to_scipy(self) -> Any:
-        """A `scipy.sparse.csr_array`; otherwise as `CSR.to_scipy`."""
-        return self.to(CSR).to_scipy()
 
     @classmethod
     def _from_triplets(

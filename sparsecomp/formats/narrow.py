@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.checks import Invariant, check_shape, check_tensor, check_values, require
-from sparsecomp.formats.compressed import Compressed
-from sparsecomp.formats.csr import CSR
 from sparsecomp.formats.indices import choose_index_dtype, lines_of, pointers_of
 from sparsecomp.formats.operand import Block, ByRows, Shape
+from sparsecomp.formats.through_csr import ThroughCSR
 from sparsecomp.formats.triplets import Triplets
 
 CHUNK = 16
@@ -24,7 +22,7 @@ CHUNK = 16
 _WIDTHS = (torch.uint8, torch.int16, torch.int32)
 
 
-class NARROW(SparseMatrix):
+class NARROW(ThroughCSR):
     """Values by rows, columns as distances from a base that 16 values of a row share.
 
     Attributes:
@@ -142,19 +140,6 @@ class NARROW(SparseMatrix):
         """The matrix of these arrays, which it shares."""
         starts, chunks, bases, indices = arrays
         return cls(starts, chunks, bases, indices, values, shape)
-
-    @property
-    def mT(self) -> Compressed:
-        """The transposed matrix as CSC, which shares the values."""
-        return self.to(CSR).mT
-
-    def to_torch(self) -> Tensor:
-        """A torch tensor in CSR layout."""
-        return self.to(CSR).to_torch()
-
-    def to_scipy(self) -> Any:
-        """A `scipy.sparse.csr_array`; otherwise as `CSR.to_scipy`."""
-        return self.to(CSR).to_scipy()
 
     @classmethod
     def _from_triplets(

@@ -7,19 +7,17 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import FormatError
-from sparsecomp.formats.base import SparseMatrix
 from sparsecomp.formats.checks import Invariant, check_shape, check_slice, check_tensor, check_values, require
-from sparsecomp.formats.compressed import Compressed
-from sparsecomp.formats.csr import CSR
 from sparsecomp.formats.files import Stored
 from sparsecomp.formats.indices import index_dtype_for
 from sparsecomp.formats.operand import Block, ByRows, Shape
+from sparsecomp.formats.through_csr import ThroughCSR
 from sparsecomp.formats.triplets import Triplets, kept, to_dense, without_filler
 
 _MAX_M = 16
 
 
-class NM(SparseMatrix):
+class NM(ThroughCSR):
     """N values in each group of M columns of each row: 2:4 and its kin. A group with fewer is filled up with zeros.
 
     The last group may reach beyond the columns and holds zeros there. A zero is filler wherever it is: no element of
@@ -186,11 +184,6 @@ class NM(SparseMatrix):
         """The matrix of these arrays, which it shares."""
         return cls(values, arrays[0], shape, *block)
 
-    @property
-    def mT(self) -> Compressed:
-        """The transposed matrix as CSC: groups run along rows only. A group's zeros are left out."""
-        return self.to(CSR).mT
-
     def slice_rows(self, start: int, stop: int) -> Self:
         """Rows `start` to `stop` - 1, sharing every array; nothing is copied or read.
 
@@ -200,14 +193,6 @@ class NM(SparseMatrix):
         check_slice(start, stop, self.shape[0])
         shape = (stop - start, self.shape[1])
         return type(self)(self.values[..., start:stop, :], self.indices[start:stop], shape, self.n, self.m)
-
-    def to_torch(self) -> Tensor:
-        """A torch tensor in CSR layout, without the zeros of groups: torch has no N:M layout."""
-        return self.to(CSR).to_torch()
-
-    def to_scipy(self) -> Any:
-        """A `scipy.sparse.csr_array`, without the zeros of groups; otherwise as `CSR.to_scipy`."""
-        return self.to(CSR).to_scipy()
 
     @classmethod
     def _from_triplets(

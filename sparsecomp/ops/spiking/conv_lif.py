@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, implement, library
+from sparsecomp.ops.spiking.layer_spikes import fake_spikes
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
-from sparsecomp.reference.geometry import Window, laid_out
-from sparsecomp.reference.lif import behind_norm, lif_reference
+from sparsecomp.reference.layer_current import joined_current
+from sparsecomp.reference.lif import lif_reference
 
 library.define(
     "conv_lif(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
@@ -97,10 +98,8 @@ def _reference(
     current = reference_counts(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
-    if mean is not None:
-        current = behind_norm(current, mean, var, gamma, beta, eps)
     check_added(added, weight.dtype, current.shape)
-    current = current if added is None else current + added.reshape(current.shape)
+    current = joined_current(current, mean, var, gamma, beta, eps, added)
     neuron = (None, None, None, None, eps, charge, tau, rate, decay_input, threshold, reset)
     v = None if v is None else v.reshape(current.shape[1:])  # of a linear layer it has no pixels
     check_residual(residual, connect, current.shape)
@@ -121,12 +120,7 @@ def _fake(
     v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
     connect="add", added=None,
 ):  # fmt: skip
-    kernel = weight.shape if weight.dim() > 2 else (*weight.shape, 1, 1)
-    size = Window.of(kernel, stride, padding, dilation).output_size(counts.shape[2:])
-    made = laid_out(counts.new_empty((counts.shape[0], weight.shape[0], *size)), channels_last)
-    spikes = made.unflatten(0, (steps, counts.shape[0] // steps))
-    check_residual(residual, connect, spikes.shape)
-    check_added(added, weight.dtype, spikes.shape)
+    spikes = fake_spikes(counts, weight, stride, padding, dilation, channels_last, steps, residual, connect, added)
     last = torch.empty_like(spikes[0], dtype=torch.float32) if keep else weight.new_empty(0)
     return spikes, last
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, implement, library
+from sparsecomp.ops.spiking.layer_spikes import fake_spikes
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
-from sparsecomp.reference.geometry import Window, laid_out
 from sparsecomp.reference.layer_current import joined_current
 from sparsecomp.reference.neuron import STATES, neuron_reference
 
@@ -123,12 +123,7 @@ def _fake(
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
     added=None,
 ):  # fmt: skip
-    kernel = weight.shape if weight.dim() > 2 else (*weight.shape, 1, 1)
-    size = Window.of(kernel, stride, padding, dilation).output_size(counts.shape[2:])
-    made = laid_out(counts.new_empty((counts.shape[0], weight.shape[0], *size)), channels_last)
-    spikes = made.unflatten(0, (steps, counts.shape[0] // steps))
-    check_residual(residual, connect, spikes.shape)
-    check_added(added, weight.dtype, spikes.shape)
+    spikes = fake_spikes(counts, weight, stride, padding, dilation, channels_last, steps, residual, connect, added)
     lasts = [torch.empty_like(spikes[0], dtype=torch.float32) for _ in states] if keep else []
     return spikes, *lasts, *(spikes.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(lasts)))
 
