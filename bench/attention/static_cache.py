@@ -51,8 +51,11 @@ CASES = (
     Case(16, 16, 16, 8192, None, 0.25, 2),
     Case(16, 16, 16, 8192, None, 0.25, 2, 0.25),
     Case(16, 16, 16, 8192, None, 1.0, 2, 0.25),
+    Case(1, 32, 32, 256, None, 0.5, 8),
+    Case(8, 32, 32, 256, None, 1.0, 8),
+    Case(1, 32, 32, 1024, None, 1.0, 8),
 )
-"""The last one is told a share that is wrong; without one, the third last stays as it is by estimate."""
+"""The tenth is told a share that is wrong; without one, the eighth stays as it is by estimate."""
 
 
 class Layers(nn.Module):
