@@ -1,6 +1,6 @@
 """Whole networks as a user calls them: calls and training steps in loops, host included, beside stock compile.
 
-TF32 is allowed to both. Spiking networks keep their state as their library has it: it is reset before each call, in the
+TF32 is allowed to both. Networks in float16 are called only: training in it needs autocast. Spiking networks keep their state as their library has it: it is reset before each call, in the
 time that is taken. Their batch-norms have the statistics of the input, so that neurons fire as trained ones do.
 """
 
@@ -25,11 +25,12 @@ _LEAST_RATE = 0.02
 
 
 class Network(NamedTuple):
-    """How to make a network, the shape of its input, and whether it spikes (over time, in the first axis)."""
+    """How to make a network, the shape of its input, whether it spikes (over time, in the first axis), and in what."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     spiking: bool
+    dtype: torch.dtype = torch.float32
 
 
 class Mlp(nn.Module):
@@ -85,6 +86,10 @@ NETWORKS = {
     "sparse_mlp_2048": Network(partial(Mlp, False), (2048, 2048), False),
     "masked_mlp": Network(partial(Mlp, True), (2048, 2048), False),
 }  # fmt: skip
+NETWORKS |= {
+    f"{name}_float16": NETWORKS[name]._replace(dtype=torch.float16)
+    for name in ("sew_resnet34", "spiking_vgg16", "spikformer")
+}
 """Dense rivals: the network itself under stock compile; of the sparse ones, the same with dense layers."""
 
 
@@ -96,7 +101,11 @@ def run(
 
     The rivals take turns. A network's row comes once for each mode, with what is known of it by then.
     """
-    cases = list(itertools.product(names, trainings, modes))
+    cases = [
+        (name, training, mode)
+        for name, training, mode in itertools.product(names, trainings, modes)
+        if not training or NETWORKS[name].dtype is torch.float32
+    ]
     for row in gathered(measured(prepared, cases, min(workers, len(cases)), batch=1), ("network", "training")):
         print(row, flush=True)
         yield row
@@ -138,7 +147,7 @@ def _prepared(network: Network) -> tuple[nn.Module, Tensor]:
             net.train()(x)
     for norm in norms:
         norm.momentum = 0.1
-    return net, x
+    return net.to(network.dtype), x.to(network.dtype)
 
 
 def _rates(row: dict[str, Any], net: nn.Module, x: Tensor) -> None:
@@ -190,7 +199,8 @@ def _call(
     if which == "stock":
         compiled = torch.compile(model, mode=mode)
     else:
-        options = {"frozen": which == "frozen", "mode": mode, "precision": "tf32"}
+        precision = "tf32" if network.dtype is torch.float32 else "auto"
+        options = {"frozen": which == "frozen", "mode": mode, "precision": precision}
         compiled = torch.compile(model, backend="sparsecomp", options=options)
     reset: Callable[[nn.Module], Any] = lambda model: None  # noqa: E731
     if network.spiking:
