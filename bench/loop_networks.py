@@ -1,7 +1,8 @@
 """Whole networks as a user calls them: calls and training steps in loops, host included, beside stock compile.
 
-TF32 is allowed to both. Networks in float16 are called only: training in it needs autocast. Spiking networks keep their state as their library has it: it is reset before each call, in the
-time that is taken. Their batch-norms have the statistics of the input, so that neurons fire as trained ones do.
+TF32 is allowed to both. Networks in float16 are called only: training in it needs autocast. Spiking networks keep their
+state as their library has it: it is reset before each call, in the time that is taken. Their batch-norms have the
+statistics of the input, so that neurons fire as trained ones do.
 """
 
 import copy
