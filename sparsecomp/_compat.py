@@ -121,9 +121,10 @@ def compile_fx(
     from torch._inductor import config, list_mode_options
     from torch._inductor.compile_fx import compile_fx as inductor
 
-    # sizes are what Dynamo's guards say; to check them in each call takes the host as long as a small kernel
-    checks = {} if decompositions is None else {"size_asserts": False}
-    settings = {**list_mode_options(mode), **checks, **patches}
+    # Sizes are what Dynamo's guards say; to check them in each call takes the host as long as a small kernel. Padded
+    # rows would be copied for our operators, and torch 2.11 has kernels read them of memory that it did not pad.
+    ours = {} if decompositions is None else {"size_asserts": False, "comprehensive_padding": False}
+    settings = {**list_mode_options(mode), **ours, **patches}
     if partition is not None:
         inner = settings.get("custom_partitioner_fn", config.custom_partitioner_fn)
         settings["custom_partitioner_fn"] = _partitioner()(partition, inner)

@@ -69,7 +69,7 @@ class Trained(NamedTuple):
             loss = F.cross_entropy(self.compiled(self.x).flatten(0, -2), self.target)
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=False)
+        self.optimizer.zero_grad()  # gradients that stay would lie in memory that CUDA graphs write to again
 
 
 def run(

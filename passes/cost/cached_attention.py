@@ -23,9 +23,10 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _SCANS = 2
 """Launches that find where the keys are that a mask keeps."""
-_BESIDE_READING = 3.4e-6
-"""Seconds that torch's attention by a mask takes beyond a launch and what it reads: 6.4 µs for a sequence of 256 keys and
-32 heads of 128 numbers, 3.4 for eight (cuDNN on an H200, replayed)."""
+_BESIDE_READING, _OF_FEW = 3.4e-6, 3e-6
+"""Seconds that torch's attention by a mask takes beyond a launch and what it reads, and what is added at most where
+heads are too few for all processors (cuDNN on an H200, replayed: 13.4 µs for 8 sequences of 256 keys and 32 heads of
+128 numbers; 9.2 for one, and 13.7 for one of 1024 keys)."""
 
 
 class CachedAttention(NamedTuple):
@@ -90,7 +91,8 @@ def _ours(attention: CachedAttention, device: Device, card: Card) -> Time:
 def _torchs(attention: CachedAttention, card: Card) -> Time:
     p, s = attention, attention.sizes
     row = s.k_len * (s.depth + s.v_depth) * p.dtype.itemsize * s.batch / card.bandwidth
-    repeated = p.copies > 0
-    time = Time(row * (s.heads if repeated else s.kv_heads) + card.launch + _BESIDE_READING, host.LAUNCH)
+    reading = row * (s.heads if p.copies else s.kv_heads)
+    few = min(max(card.processors / (s.batch * s.heads) - 1.0, 0.0) * reading, _OF_FEW)
+    time = Time(reading + few + card.launch + _BESIDE_READING, host.LAUNCH)
     copying = Time(row / 2 * (s.kv_heads + s.heads) + card.launch, host.LAUNCH)
     return time.plus(*[copying] * p.copies)

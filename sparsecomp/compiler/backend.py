@@ -26,6 +26,7 @@ from sparsecomp.options import Options
 from sparsecomp.passes.engine.constants import Constants
 from sparsecomp.passes.engine.rule import Density
 from sparsecomp.passes.spiking import saved_spikes
+from sparsecomp.passes.spiking.byte_frames import sum_maps
 from sparsecomp.report import Compilations, Report, compilations_of
 
 log = logging.getLogger("sparsecomp")
@@ -77,6 +78,8 @@ def compile_graph(
     compilations.add(_identity(graph), report)
     log.info("%d of %d sites rewritten", len(report.rewritten), len(report.sites))
     _compat.call_directly(frozenset(DIRECT), frozenset(KEPT), _REPLAYED)
+    if report.changed:
+        sum_maps(gm)
     partition = _partition(graph, options)
     if partition is not None:
         report.note(_SAVED)

@@ -254,7 +254,9 @@ _tile = _bn * (_depth + _v_depth) * _itemsize
 _resident = sympy.Max(1, sympy.Min(sympy.floor(_shared / (_stages * _tile + 8192)), sympy.floor(16 / _warps)))
 _walk = waves(_groups * _parts, _processors * _resident) * sympy.ceiling(_seen / (_parts * _bn)) * _LATENCY
 """Steps one after another, each a load; a processor's programs hide one another's."""
-_traffic = _batch * _kv_heads * _seen * (_depth + _v_depth) * _itemsize / _bandwidth
+_reading = sympy.Min(1, _groups * _parts / _processors)
+"""Of the bandwidth, where too few programs run for each processor to have one: it reads no faster than its share."""
+_traffic = _batch * _kv_heads * _seen * (_depth + _v_depth) * _itemsize / (_bandwidth * _reading)
 _merged = sympy.Piecewise((0, sympy.Eq(_parts, 1)), (1, True))
 
 DECODE_ATTENTION = Template(
