@@ -177,6 +177,9 @@ def attention(device: str) -> None:
         ops.masked_decode_attention(operands[0].detach()[:, :, :3], *caches, mask[:, :, :3, 3:])
         ops.block_attention(*operands, ops.scanned_blocks(mask, 129, 203), dropout=0.3)[0].sum().backward()
         added_attention(operands, mask)
+        of_heads = operands[0], *(one.repeat_interleave(2, 1) for one in operands[1:])
+        for counts in (False, True):
+            ops.spike_attention(*of_heads, blocks_of(mask, (64, 32)), counts=counts).sum().backward()
     offsets = torch.tensor([0, 5, 5, 99, 128], dtype=torch.int32, device=device)
     q, k, v = (torch.randn(129, 2, 17, device=device, requires_grad=True) for _ in range(3))
     packed_attention(q, k, v, offsets, causal=True).sum().backward()

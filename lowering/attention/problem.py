@@ -52,6 +52,7 @@ class BlockAttention(NamedTuple):
         added: dtype of what is added to scores, empty for none.
         added_strides: of that: batch, head, query and key.
         kept, parts: as of ``Scoring``.
+        result: dtype of the result, if it is not that of the operands.
     """
 
     batch: int
@@ -76,6 +77,7 @@ class BlockAttention(NamedTuple):
     added_strides: tuple[int, int, int, int] = (0, 0, 0, 0)
     kept: int = ALWAYS
     parts: int = 0
+    result: str = ""
 
     @property
     def numbers(self) -> tuple[Any, ...]:
@@ -179,8 +181,9 @@ def result_like(out: Tensor) -> Tensor:
 
 def signature(op: str, problem: BlockAttention, device: Device) -> KernelSignature:
     """Of a problem of one of the operations; how the operands are strided and what the lists share costs nothing."""
+    dtypes = (problem.dtype, problem.result) if problem.result else (problem.dtype,)
     return KernelSignature(
-        op, device, dtypes=(problem.dtype,), accumulator="float32", index="int32",
+        op, device, dtypes=dtypes, accumulator="float32", index="int32",
         sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
                     ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
@@ -203,7 +206,7 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
         sizes["batch"], heads, given["group"], sizes["q_len"], sizes["k_len"], given["depth"], given["v_depth"],
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
         given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]), _ADDED[given["added"]],
-        kept=ALWAYS - 6554 * given["dropped"], parts=given.get("parts", 0),
+        kept=ALWAYS - 6554 * given["dropped"], parts=given.get("parts", 0), result="".join(signature.dtypes[1:]),
     )  # fmt: skip
     return contiguous(problem, shapes)
 

@@ -12,6 +12,7 @@ from sparsecomp.ops.attention.element_attention import element_attention
 from sparsecomp.ops.attention.mask_scan import scanned_blocks
 from sparsecomp.ops.attention.masked_decode import masked_decode_attention
 from sparsecomp.ops.attention.packed_blocks import packed_blocks
+from sparsecomp.ops.attention.spike_attention import spike_attention
 from sparsecomp.ops.library import decompositions
 from sparsecomp.ops.local.gather_dot import gather_dot
 from sparsecomp.ops.local.residual_block import residual_block
@@ -90,6 +91,7 @@ __all__ = [
     "sparse_linear",
     "sparse_matmul",
     "sparse_rows",
+    "spike_attention",
     "spike_conv",
     "spike_conv2d",
     "spike_conv_transpose",

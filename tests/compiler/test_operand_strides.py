@@ -377,6 +377,14 @@ def _block_attention():
     return *operands, list(blocks_of(mask, (32, 32))[4:]), 0.3, 2.0, torch.randn(4), added, torch.tensor([5]), 50000
 
 
+@example("spike_attention", "counted_attention", "spike_attention_counts counts")
+def _spike_attention(which=""):
+    (q, *_), mask = attended()
+    k, v = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 9, 6)
+    lists = list(blocks_of(mask, (32, 32))[4:])
+    return (q.half(), k.half(), v.half(), lists, 0.3, torch.float32) if which else (q, k, v, lists, 0.3)
+
+
 @example("block_attention_gradients")
 def _block_attention_gradients():
     *operands, lists, scale, softcap, alibi, added, seed, kept = _block_attention()

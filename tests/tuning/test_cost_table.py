@@ -370,6 +370,9 @@ ELEMENTS = [
 PROBLEMS: dict[str, list[Any]] = {
     "element_attention": ELEMENTS, "elements_by_query": ELEMENTS, "elements_by_key": ELEMENTS,
     "block_attention": ATTENTIONS, "attention_by_query": ATTENTIONS, "attention_by_key": ATTENTIONS,
+    "spike_attention": [
+        BlockAttention(8, 8, 1, 1024, 1024, 64, 64, 64, 64, 3, 3, False, False, "float16", 0.125, (), result="float32"),
+        ATTENTIONS[2]],
     "decode_attention": [
         DecodeAttention(16, 8, 4, 1, 65536, 0, 0, 0, 128, 128, (), "bfloat16", 0.1, 4095, 0),
         DecodeAttention(1, 2, 16, 8, 4096, 16, 300, 256, 96, 40, (), "float16", 0.1, -1, 0),

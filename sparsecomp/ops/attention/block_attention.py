@@ -14,6 +14,7 @@ from torch import Tensor
 from sparsecomp.errors import FormatError, MaskError
 from sparsecomp.ops.attention.operands import (
     check_attended,
+    check_lists,
     differentiable_gradients,
     form_of,
     on_kernels,
@@ -138,22 +139,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: S
         raise FormatError(f"kept is {kept}, needs {ALWAYS}, or with a seed a number from 1 to {ALWAYS - 1}")
     if not 0 <= parts <= OF_QUERIES + OF_KEYS:
         raise FormatError(f"parts is {parts}, needs {OF_QUERIES}, {OF_KEYS}, their sum, or 0")
-    if len(blocks) != 10:
-        raise MaskError(f"blocks are {len(blocks)} tensors, need the ten of AttentionBlocks in its order")
-    for length, lists in ((q.shape[2], blocks[:5]), (k.shape[2], blocks[5:])):
-        _check_lists(lists, q.shape[0], q.shape[1], length)
-
-
-def _check_lists(lists: Sequence[Tensor], batch: int, heads: int, length: int) -> None:
-    count, partial, index, tile, bits = lists
-    rows = -(-length // max(bits.shape[1], 1)) if bits.dim() == 3 else -1
-    fits = count.dim() == 3 and count.shape[0] in (1, batch) and count.shape[1] in (1, heads) and count.shape[2] == rows
-    fits = fits and partial.shape == count.shape == index.shape[:3] and tile.shape == index.shape
-    if not fits or any(one.dtype is not torch.int32 for one in lists):
-        raise MaskError(
-            f"the blocks have lists {tuple(count.shape)}, indices {tuple(index.shape)} and tiles {tuple(bits.shape)}:"
-            f" a length of {length} needs lists (1 or {batch}, 1 or {heads}, {rows}), all int32"
-        )
+    check_lists(blocks, q, k.shape[2])
 
 
 def _broadcasts(tensor: Tensor, shape: Sequence[int]) -> bool:

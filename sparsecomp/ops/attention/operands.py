@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp import _compat
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import FormatError, MaskError
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
 MOST_BYTES = 512
@@ -47,6 +47,30 @@ def check_heads(heads: int, kv_heads: int) -> None:
     """Refuse heads of keys that do not divide those of queries."""
     if kv_heads == 0 or heads % kv_heads:
         raise FormatError(f"there are {heads} heads of queries, {kv_heads} of keys: the latter must divide the former")
+
+
+def check_lists(blocks: Sequence[Tensor], q: Tensor, k_len: int) -> None:
+    """Refuse block lists of other queries, and of another number of keys.
+
+    Raises:
+        MaskError: they are.
+    """
+    if len(blocks) != 10:
+        raise MaskError(f"blocks are {len(blocks)} tensors, need the ten of AttentionBlocks in its order")
+    for length, lists in ((q.shape[2], blocks[:5]), (k_len, blocks[5:])):
+        _check_lists(lists, q.shape[0], q.shape[1], length)
+
+
+def _check_lists(lists: Sequence[Tensor], batch: int, heads: int, length: int) -> None:
+    count, partial, index, tile, bits = lists
+    rows = -(-length // max(bits.shape[1], 1)) if bits.dim() == 3 else -1
+    fits = count.dim() == 3 and count.shape[0] in (1, batch) and count.shape[1] in (1, heads) and count.shape[2] == rows
+    fits = fits and partial.shape == count.shape == index.shape[:3] and tile.shape == index.shape
+    if not fits or any(one.dtype is not torch.int32 for one in lists):
+        raise MaskError(
+            f"the blocks have lists {tuple(count.shape)}, indices {tuple(index.shape)} and tiles {tuple(bits.shape)}:"
+            f" a length of {length} needs lists (1 or {batch}, 1 or {heads}, {rows}), all int32"
+        )
 
 
 def on_kernels(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -188,7 +188,7 @@ def _one_head(
     at: Place, q: Tensor, k: Tensor, v: Tensor, index: Tensor, kept: Tensor, block_q: int, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     block_k = kept.shape[2] // index.shape[1]
-    product = _blocks(q, block_q) @ _gathered(k, index, block_k).mT
+    product = in_blocks(q, block_q) @ gathered(k, index, block_k).mT
     query, key = _positions(len(product), block_q, index, block_k)
     score, _ = scoring.of(at, product, query, key)
     score = score.masked_fill(~kept, -torch.inf)
@@ -198,7 +198,7 @@ def _one_head(
     total = weight.sum(-1, keepdim=True)
     # as torch's own: a query that keeps nothing gives zero
     given = weight * scoring.enlarged(at, query, key)
-    out = given @ _gathered(v, index, block_k) / total.masked_fill(total == 0, 1)
+    out = given @ gathered(v, index, block_k) / total.masked_fill(total == 0, 1)
     logsumexp = torch.where(total > 0, top + total.masked_fill(total == 0, 1).log(), -torch.inf)
     logsumexp = torch.where(total.isnan(), total, logsumexp)
     return out.flatten(0, 1)[: len(q)], logsumexp.flatten()[: len(q)]
@@ -206,27 +206,27 @@ def _one_head(
 
 def _by_query(at, q, grad, logsumexp, delta, k, v, index, kept, block_q, scoring) -> Tensor:
     block_k = kept.shape[2] // index.shape[1]
-    keys, values = _gathered(k, index, block_k), _gathered(v, index, block_k)
-    logsumexp, delta = (_blocks(one[:, None], block_q) for one in (logsumexp, delta))
-    product = _blocks(q, block_q) @ keys.mT
+    keys, values = gathered(k, index, block_k), gathered(v, index, block_k)
+    logsumexp, delta = (in_blocks(one[:, None], block_q) for one in (logsumexp, delta))
+    product = in_blocks(q, block_q) @ keys.mT
     query, key = _positions(len(product), block_q, index, block_k)
     score, slope = scoring.of(at, product, query, key)
     weight = torch.exp(score - logsumexp).masked_fill(~kept, 0)
-    by_score = weight * (_blocks(grad, block_q) @ values.mT * scoring.enlarged(at, query, key) - delta)
+    by_score = weight * (in_blocks(grad, block_q) @ values.mT * scoring.enlarged(at, query, key) - delta)
     return (by_score * slope @ keys).flatten(0, 1)[: len(q)]
 
 
 def _by_key(at, k, v, q, grad, logsumexp, delta, index, kept, block_k, scoring) -> tuple[Tensor, Tensor]:
     block_q = kept.shape[2] // index.shape[1]
-    queries, grads = _gathered(q, index, block_q), _gathered(grad, index, block_q)
-    logsumexp, delta = (_gathered(one[:, None], index, block_q).mT for one in (logsumexp, delta))
-    product = _blocks(k, block_k) @ queries.mT
+    queries, grads = gathered(q, index, block_q), gathered(grad, index, block_q)
+    logsumexp, delta = (gathered(one[:, None], index, block_q).mT for one in (logsumexp, delta))
+    product = in_blocks(k, block_k) @ queries.mT
     key, query = _positions(len(product), block_k, index, block_q)
     score, slope = scoring.of(at, product, query, key)
     weight = torch.exp(score - logsumexp).masked_fill(~kept, 0)
     enlarged = scoring.enlarged(at, query.mT, key.mT)
     enlarged = enlarged.mT if isinstance(enlarged, Tensor) else enlarged
-    by_score = weight * (_blocks(v, block_k) @ grads.mT * enlarged - delta)
+    by_score = weight * (in_blocks(v, block_k) @ grads.mT * enlarged - delta)
     by_k, by_v = by_score * slope @ queries, (weight * enlarged) @ grads
     return by_k.flatten(0, 1)[: len(k)], by_v.flatten(0, 1)[: len(k)]
 
@@ -238,12 +238,12 @@ def _positions(blocks: int, height: int, index: Tensor, width: int) -> tuple[Ten
     return row, walked.flatten(1)[:, None]
 
 
-def _blocks(rows: Tensor, height: int) -> Tensor:
+def in_blocks(rows: Tensor, height: int) -> Tensor:
     """(n, depth) as (blocks, height, depth), filled up with zeros."""
     return F.pad(rows, (0, 0, 0, -len(rows) % height)).unflatten(0, (-1, height))
 
 
-def _gathered(rows: Tensor, index: Tensor, height: int) -> Tensor:
+def gathered(rows: Tensor, index: Tensor, height: int) -> Tensor:
     """The blocks of (n, depth) in each list, (lists, width · height, depth); zeros behind a list's end."""
     blocks = F.pad(rows, (0, 0, 0, -len(rows) % height + height)).unflatten(0, (-1, height))
     return blocks[index].flatten(1, 2)
