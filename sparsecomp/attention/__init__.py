@@ -33,6 +33,7 @@ from sparsecomp.attention.published import (
     sparse_transformer_fixed,
     sparse_transformer_strided,
 )
+from sparsecomp.attention.spiking import spiking_attention
 from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.ops.attention.masked_decode import masked_decode_attention
 from sparsecomp.reference.attention.blocks import AttentionBlocks, blocks_of, dense_mask
@@ -74,4 +75,5 @@ __all__ = [
     "random_blocks",
     "sparse_transformer_fixed",
     "sparse_transformer_strided",
+    "spiking_attention",
 ]
