@@ -89,6 +89,10 @@ class MaskLists(NamedTuple):
             if not bool((kept | dropped).all()):
                 return "it adds other numbers than 0 and -inf to scores"
             least_sure = bool((mask[dropped] > -math.inf).any())
+        elif self.use == "multiply":
+            kept, least_sure = mask == 1, False
+            if not bool((kept | (mask == 0)).all()):
+                return "it multiplies scores by other numbers than 0 and 1"
         elif not self.fill <= self.surely_zero:
             return f"scores that it drops become {self.fill:g}, which is no -inf"
         else:

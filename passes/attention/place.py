@@ -31,7 +31,7 @@ def unfit(site: AttentionSite, ctx: Context) -> Refusal | None:
     if not out.dtype.is_floating_point or (device == "cuda" and out.dtype not in KERNEL_DTYPES):
         return refuse(Why.DTYPE, dtype=out.dtype)
     problem = ""
-    if ctx.options.precision == "exact":
+    if ctx.options.precision == "exact" and not site.finite:
         problem = "precision='exact' multiplies what the mask drops too, be it NaN or infinite"
     elif device == "cuda" and max(site.query.shape[3], site.value.shape[3]) * out.dtype.itemsize > MOST_BYTES:
         problem = f"kernels take heads of {MOST_BYTES // out.dtype.itemsize} numbers at most"

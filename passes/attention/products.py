@@ -116,14 +116,15 @@ def _einsum_outer(op: CanonicalOp) -> tuple[fx.Node, View, Steps] | None:
         depth = "".join(set(values) - set(weights))
         of_values, of_result = (batch, head, key, depth), (*leading, query, depth)
         if len(depth) == 1 and set(values) == set(of_values) and set(out) == set(of_result):
-            back = _moved(tuple(map(of_result.index, out)))
+            back = moved(tuple(map(of_result.index, out)))
             return node, _permuted(beside, values, of_values), (*(_split_groups(node) if group else ()), *back)
     return None
 
 
 def _permuted(node: fx.Node, letters: str, wanted: Sequence[str], more: Steps = ()) -> View:
-    return View(node, (*_moved(tuple(map(letters.index, wanted))), *more))
+    return View(node, (*moved(tuple(map(letters.index, wanted))), *more))
 
 
-def _moved(order: tuple[int, ...]) -> Steps:
+def moved(order: tuple[int, ...]) -> Steps:
+    """The step that brings dimensions in an order."""
     return () if order == tuple(range(len(order))) else (("permute", order),)

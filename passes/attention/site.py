@@ -81,9 +81,9 @@ class Mask(NamedTuple):
         node: the mask, which broadcasts to the scores (batch, heads, queries, keys), without heads where `dims` is 3;
             where it is 5 to (batch, heads of keys, group, queries, keys), without telling heads apart.
         use: "keep" of a bool mask that is True where a pair is kept, "drop" of the opposite, "add" of numbers that are
-            added to scores: 0 keeps, -inf drops.
+            added to scores: 0 keeps, -inf drops; without a softmax "multiply" of numbers: 1 keeps, 0 drops.
         reader: the call that masks the scores; what is written to the mask later does not count.
-        fill: what dropped scores become, where "drop" or "keep" says which.
+        fill: what dropped scores become, where "drop" or "keep" says which; without a softmax 0 counts as -inf.
         scale: what masked scores are multiplied by afterwards.
     """
 
@@ -106,6 +106,7 @@ class AttentionSite:
         scale: of the scores.
         back: steps from the result (batch, heads, queries, depth) to what was written.
         gives_nan: a query that keeps nothing gives NaN as written, else zeros.
+        finite: its operands are known to be.
         softcap: c where scores are c · tanh(scale · q kᵀ / c); 0 for none.
         dropout: the chance that a weight is dropped.
     """
@@ -121,6 +122,7 @@ class AttentionSite:
     gives_nan: bool
     softcap: float = 0.0
     dropout: float = 0.0
+    finite: bool = False
 
     @property
     def result(self) -> fx.Node:

@@ -118,14 +118,14 @@ def _between_scores(op: CanonicalOp, walk: _Walk) -> fx.Node | None:
     """What the scores were before a mask, a scale, a cap or a cast."""
     if op.is_identity or _casts(op):
         return op.input if isinstance(op.input, fx.Node) else None
-    scaled = _scaled(op)
+    scaled = scaled_by(op)
     if scaled is not None:
         walk.scale *= scaled[1]
         return scaled[0]
     if op.name == "tanh" and not walk.cap and walk.scale and isinstance(op.input, fx.Node):
         walk.cap, walk.scale = walk.scale, 1.0
         return op.input
-    masked = _masked(op)
+    masked = masked_by(op)
     if masked is None or (walk.cap and walk.mask is None):  # a mask before a cap drops nothing
         return None
     if walk.mask is not None:
@@ -140,7 +140,7 @@ def _casts(op: CanonicalOp) -> bool:
     return op.has(Trait.CAST) and example is not None and example.dtype.is_floating_point
 
 
-def _scaled(op: CanonicalOp) -> tuple[fx.Node, float] | None:
+def scaled_by(op: CanonicalOp) -> tuple[fx.Node, float] | None:
     """What is multiplied by a number, and the number."""
     one, other = op.input, op.get("other")
     if op.name == "mul" and one_number(one) is not None:
@@ -151,7 +151,7 @@ def _scaled(op: CanonicalOp) -> tuple[fx.Node, float] | None:
     return (one, 1 / number if op.name == "div" else number) if number else None
 
 
-def _masked(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
+def masked_by(op: CanonicalOp) -> tuple[fx.Node, Mask] | None:
     """The scores before a mask, and the mask."""
     if op.name == "masked_fill" and isinstance(op.get("mask"), fx.Node) and isinstance(op.input, fx.Node):
         value = one_number(op.get("value"))

@@ -41,7 +41,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     )  # fmt: skip
 
 
-RULE = Rule("spike_matmul", consider, after=("fuse_neurons", "reorder_products", "sparse_matmul"))
+RULE = Rule("spike_matmul", consider, after=("fuse_neurons", "reorder_products", "sparse_matmul", "spike_attention"))
 
 
 def facts_of_both(product: BatchedProduct, ctx: Context) -> Facts | None:
