@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from bench import table
-from bench.attention import block_attention, data_masks, decode, elements, long, masked_models, packed, static_cache
+from bench.attention import (
+    block_attention,
+    data_masks,
+    decode,
+    elements,
+    long,
+    masked_models,
+    packed,
+    spiking,
+    static_cache,
+)
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
 from bench.sparse import (
@@ -76,6 +86,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "masked-attention": _if_measured("masked_attention", masked_models.table),
         "attention-data": _if_measured("attention_data", data_masks.table),
         "attention-packed": _if_measured("attention_packed", packed.table),
+        "spiking-attention": _if_measured("spiking_attention", spiking.table),
         "decode": _if_measured("decode", decode.table),
         "static-cache": _if_measured("static_cache", static_cache.table),
         "element-attention": _if_measured("element_attention", elements.table),

@@ -130,6 +130,7 @@ SUITES: dict[str, Suite] = {
     "attention-long": Suite("attention.long", lambda m, a: m.run(a.names or m.PARTS, a.workers or 8)),
     "masked-attention": Suite("attention.masked_models", lambda m, a: m.run(a.modes, a.workers or 1)),
     "attention-data": Suite("attention.data_masks", lambda m, a: m.run(a.modes, a.workers or 1)),
+    "spiking-attention": Suite("attention.spiking", lambda m, a: m.run(a.modes)),
     "attention-packed": Suite("attention.packed", lambda m, a: m.run()),
     "attention-candidates": Suite("attention.candidates", lambda m, a: m.run(a.workers or 8)),
     "element-attention": Suite("attention.elements", lambda m, a: m.run()),
