@@ -53,6 +53,7 @@ class BlockAttention(NamedTuple):
         added_strides: of that: batch, head, query and key.
         kept, parts: as of ``Scoring``.
         result: dtype of the result, if it is not that of the operands.
+        single: float32 is multiplied in one product of TF32, as torch's is where the user lets it, and not in three.
     """
 
     batch: int
@@ -78,6 +79,7 @@ class BlockAttention(NamedTuple):
     kept: int = ALWAYS
     parts: int = 0
     result: str = ""
+    single: bool = False
 
     @property
     def numbers(self) -> tuple[Any, ...]:
@@ -188,7 +190,8 @@ def signature(op: str, problem: BlockAttention, device: Device) -> KernelSignatu
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
                     ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
                     ("added", _ADDED.index(problem.added)), ("dropped", problem.dropped),
-                    *((("parts", problem.parts),) if problem.parts else ())),
+                    *((("parts", problem.parts),) if problem.parts else ()),
+                    *((("single", 1),) if problem.single else ())),
     )  # fmt: skip
 
 
@@ -207,6 +210,7 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
         given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]), _ADDED[given["added"]],
         kept=ALWAYS - 6554 * given["dropped"], parts=given.get("parts", 0), result="".join(signature.dtypes[1:]),
+        single=bool(given.get("single", 0)),
     )  # fmt: skip
     return contiguous(problem, shapes)
 

@@ -18,7 +18,9 @@ from sparsecomp.reference.attention.spike_attention import spike_attention_refer
 _SHAPES = "qkvo"
 
 
-def spike_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float, out: Tensor) -> None:
+def spike_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scale: float, out: Tensor, single: bool = False
+) -> None:  # fmt: skip
     """Write the result to ``out``; see `sparsecomp.ops.attention.spike_attention`.
 
     Args:
@@ -26,11 +28,14 @@ def spike_attention(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], s
         blocks: the ten tensors of ``AttentionBlocks``.
         scale: of the result.
         out: of any of these dtypes.
+        single: as of ``BlockAttention``, of float32.
     """
     q, k, v = map(rows_innermost, (q, k, v))
     into = described.result_like(out)
     result = "" if into.dtype is q.dtype else dtype_name(into)
-    problem = problem_of(q, k, v, blocks, Scoring(scale), (q, k, v, into))._replace(scale=scale, result=result)
+    problem = problem_of(q, k, v, blocks, Scoring(scale), (q, k, v, into))._replace(
+        scale=scale, result=result, single=single and q.dtype is torch.float32
+    )
     dispatch.launch(SPIKE_ATTENTION, problem, q, k, v, *(one.contiguous() for one in blocks[:5]), into)
     if into is not out:
         out.copy_(into)
@@ -48,8 +53,13 @@ def _reference(problem: BlockAttention, operands: tuple[Tensor | None, ...]) -> 
     return (spike_attention_reference(q.double(), k.double(), v.double(), lists, problem.scale),)
 
 
+def _kinds(problem: BlockAttention) -> tuple[str, ...]:
+    """Dtypes that numbers are rounded to; TF32 has the digits of float16."""
+    return problem.dtype, problem.result or problem.dtype, "float16" if problem.single else problem.dtype
+
+
 SPIKE_ATTENTION = Operation(
     "spike_attention", partial(described.signature, "spike_attention"),
     partial(described.representative, shapes=_SHAPES), _operands, (8,), _reference,
-    lambda problem: max(TOLERANCE[problem.dtype], TOLERANCE[problem.result or problem.dtype]),
+    lambda problem: max(TOLERANCE[kind] for kind in _kinds(problem)),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from sparsecomp import _compat
 from sparsecomp.ops.attention.operands import place_of
 from sparsecomp.ops.attention.spike_attention import COUNTED_ATTENTION, MOST_SCORE, SPIKE_ATTENTION
 from sparsecomp.passes.attention.mask import KnownMask, known_mask
@@ -135,7 +136,8 @@ def _counts(given: _Given, ctx: Context) -> bool | Refusal:
     q, k, v = (fact.largest for fact in known)
     score = q * k * given.depth
     sums = score * v * given.keys
-    if max(q, k, v) <= _MOST_TF32 and score <= _MOST_SPLIT and sums <= INTEGER_LIMIT[torch.float32]:
+    most = _MOST_TF32 if _compat.matmul_tf32() else _MOST_SPLIT
+    if max(q, k, v) <= _MOST_TF32 and score <= most and sums <= INTEGER_LIMIT[torch.float32]:
         counts = score <= MOST_SCORE and all(fact.scale in _SCALES for fact in known)
         if counts or given.dtype is torch.float32:
             return counts

@@ -2,6 +2,7 @@
 
 import torch
 
+from sparsecomp import _compat
 from sparsecomp.lowering.attention.estimate import even_problem
 from sparsecomp.lowering.cache.signature import NO_TRITON, Device, has_triton
 from sparsecomp.lowering.launch.strided import name_of
@@ -38,13 +39,14 @@ def _ours(attention: MaskedAttention, counts: bool, device: Device, card: Card) 
     p, s = attention, attention.sizes
     narrowed = counts and p.dtype is not torch.float16
     problem = even_problem(s, p.block, p.listed, torch.float16 if narrowed else p.dtype)
-    problems = [problem._replace(result=name_of(p.dtype)) if narrowed else problem]
+    problems, single = [problem._replace(result=name_of(p.dtype)) if narrowed else problem], _compat.matmul_tf32()
     if p.trained:  # by queries, keys and values, each of which is such an attention
         turned = (p.block[1], p.block[0]), (p.listed[1], p.listed[0])
         by_queries = s._replace(depth=s.v_depth, v_depth=s.depth)
         by_keys, by_values = (one._replace(q_len=s.k_len, k_len=s.q_len) for one in (by_queries, s))
         problems.append(even_problem(by_queries, p.block, p.listed, p.dtype))
         problems += [even_problem(one, *turned, p.dtype) for one in (by_keys, by_values)]
+    problems = [one._replace(single=single and one.dtype == "float32") for one in problems]
     times = [fastest_candidate(SPIKE_ATTENTION.candidates(one, device), one, p, card)[0] for one in problems]
     if narrowed and p.trained:  # what makes them writes them twice
         numbers = s.batch * s.heads * (s.q_len * s.depth + s.k_len * (s.depth + s.v_depth))

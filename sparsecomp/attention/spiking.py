@@ -19,7 +19,8 @@ def spiking_attention(
 
     Whole numbers, such as spikes and sums of them, give exact results in float32, rounded once, as long as operands
     are at most 2^11, scores 2^22 and sums 2^24 in size: spikes do where the depth times the keys that a query keeps is
-    at most 2^24. Scores of half precision are rounded to it. Values are finite. Under `torch.compile` a pattern must be
+    at most 2^24. Where torch's products may use TF32 on CUDA, these do, with scores that are exact to 2^11; scores of
+    half precision are rounded to it. Values are finite. Under `torch.compile` a pattern must be
     made outside of the compiled function; this backend multiplies what it proves to be spikes as float16, which is as
     exact and faster.
 

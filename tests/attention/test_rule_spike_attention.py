@@ -1,7 +1,7 @@
 """Attention of spikes with a known mask becomes one operator over its blocks; any other stays, and says why."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -144,6 +144,22 @@ def test_what_stays_as_written_says_why(name: str) -> None:
     found, (seen,) = judged(model, *inputs())
     assert not seen.rewritten and reason in seen.reason, seen.reason
     torch.testing.assert_close(found, model(*inputs()))
+
+
+@pytest.fixture
+def tf32() -> Iterator[None]:
+    """Products may use TF32."""
+    matmul: Any = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    yield
+    matmul.fp32_precision = before
+
+
+@pytest.mark.usefixtures("tf32")
+def test_scores_that_tf32_rounds_stay_as_written() -> None:
+    _, (seen,) = judged(TAKEN["many"], *inputs())
+    assert not seen.rewritten and "scores up to 4000" in seen.reason
+    assert judged(TAKEN["multiplied"], *inputs())[1][0].rewritten
 
 
 @pytest.mark.parametrize("name", NO_SITE)

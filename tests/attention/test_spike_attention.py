@@ -121,7 +121,8 @@ def test_operands_that_do_not_belong_together():
         OPS.spike_attention(q, k, v, list(blocks[4:9]), 1.0)
 
 
-TYPES = [("float32", ""), ("float16", ""), ("bfloat16", ""), ("float16", "float32"), ("float16", "bfloat16")]
+TYPES = [("float32", ""), ("float16", ""), ("bfloat16", ""), ("float16", "float32"), ("float16", "bfloat16"),
+         ("tf32", "")]  # fmt: skip
 
 
 @pytest.mark.slow(reason="holds several configurations against float64")
@@ -132,7 +133,8 @@ def test_the_tuner_can_check_candidates(dtype, result, device):
     from sparsecomp.lowering.attention.spike_attention import SPIKE_ATTENTION
 
     sizes = (2, 2, 1, 130, 170, 24, 40, 64, 32, 3, 2, True, True)
-    problem = contiguous(BlockAttention(*sizes, dtype, -0.3, (), result=result), "qkvo")
+    how, dtype = {"result": result, "single": dtype == "tf32"}, dtype.replace("tf32", "float32")
+    problem = contiguous(BlockAttention(*sizes, dtype, -0.3, (), **how), "qkvo")
     check_candidates(SPIKE_ATTENTION, problem, device, 3)
     card = Device("card", "9.0", "3.6.0")
     signature = SPIKE_ATTENTION.signature(problem, card)
@@ -177,8 +179,11 @@ def test_blocks_that_are_not_listed_are_not_read(device):
 
 @pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("dtype", "result"), [("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "fp32")])
-def test_compiles_to_tensor_cores(capability, dtype, result):
+@pytest.mark.parametrize(
+    ("dtype", "result", "precision"),
+    [("bf16", "bf16", "ieee"), ("fp16", "fp32", "ieee"), ("fp32", "fp32", "tf32x3"), ("fp32", "fp32", "tf32")],
+)
+def test_compiles_to_tensor_cores(capability, dtype, result, precision):
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.attention.kernels.spike_attention import spike_attention_kernel as kernel
@@ -187,7 +192,7 @@ def test_compiles_to_tensor_cores(capability, dtype, result):
         types |= dict.fromkeys(("count_ptr", "partial_ptr", "index_ptr", "tile_ptr", "bits_ptr"), "*i32")
         types = {{n: types.get(n, "i32") for n in kernel.arg_names}}
         fixed = dict(D=64, DV=64, BD=64, BDV=64, BLOCK_Q=64, BLOCK_K=64, BM=64, BN=32, CHECK_ROWS=True, JOINT=False,
-                     PRECISION="{"tf32x3" if dtype == "fp32" else "ieee"}")
+                     PRECISION="{precision}")
         rows = [n for n in kernel.arg_names if n.endswith(("_row", "_head", "_batch"))]
         built = build(kernel, types, fixed, {capability}, whole=rows, num_warps=4, num_stages=2)
         ptx = built.asm["ptx"]
@@ -218,6 +223,24 @@ class TestOnAGpu:
             for one, other in zip(torch.autograd.grad(out, given, grad), wanted, strict=True):
                 error = torch.linalg.vector_norm(one.double() - other) / torch.linalg.vector_norm(other)
                 assert error <= {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[dtype]
+
+    def test_tf32_is_as_exact_of_spikes(self):
+        sizes = (2, 4, 300, 500, 64, 64)
+        mask = mask_of(sizes, (1, 4), (64, 64), 0.3).cuda()
+        given = [one.cuda().requires_grad_() for one in operands(sizes)]
+        grad = torch.randn(2, 4, 300, 64, device="cuda")
+        wide = [one.detach().double().requires_grad_() for one in given]
+        right = written(*wide, mask, 0.125)
+        before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True
+        try:
+            out = spike_attention(*given, blocks_of(mask), scale=0.125)
+            found = torch.autograd.grad(out, given, grad)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
+        assert torch.equal(out.double(), right)
+        for one, other in zip(found, torch.autograd.grad(right, wide, grad.double()), strict=True):
+            error = torch.linalg.vector_norm(one.double() - other) / torch.linalg.vector_norm(other)
+            assert 1e-6 < error < 2e-3
 
     def test_a_captured_call_reads_what_is_there_now(self):
         sizes, leading, block, share = SHAPES[1]

@@ -107,7 +107,7 @@ def _prepare(problem: BlockAttention, config: Config) -> Launch:
     fixed = {
         "D": p.depth, "DV": p.v_depth, "BD": p.padded_depth, "BDV": p.padded_v_depth, "BLOCK_Q": p.block_q, "BLOCK_K":
         p.block_k, "BM": config["BM"], "BN": config["BN"], "CHECK_ROWS": p.k_len % p.block_k != 0, "JOINT":
-        bool(config["joint"]), "PRECISION": precision(p.dtype),
+        bool(config["joint"]), "PRECISION": "tf32" if p.single else precision(p.dtype),
     }  # fmt: skip
     grid = (p.heads * p.batch, triton.cdiv(p.q_len, config["BM"]))
     return Launch(spike_attention_kernel, grid, numbers, fixed, **launch_options(config))

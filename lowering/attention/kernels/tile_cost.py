@@ -12,9 +12,11 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes
 
 _batch, _heads, _depth, _v_depth, _itemsize = sizes("batch heads padded_depth padded_v_depth itemsize")
 _bm, _bn, _warps, _stages, _processors, _shared = sizes("BM BN warps stages processors shared")
-_half, _tf32, _tile_tf32x3, _dropped = sizes("half tf32 tile_tf32x3 dropped")
+_half, _tf32, _tile_tf32x3, _dropped, _single = sizes("half tf32 tile_tf32x3 dropped single")
 
-_RATE = sympy.Piecewise((1.0 * _half, sympy.Eq(_itemsize, 2)), (_tile_tf32x3 * _tf32, True)) / _processors
+_RATE = sympy.Piecewise(
+    (1.0 * _half, sympy.Eq(_itemsize, 2)), (1.0 * _tf32, sympy.Eq(_single, 1)), (_tile_tf32x3 * _tf32, True)
+) / _processors  # fmt: skip
 """Operations a second of a processor that multiplies all the time."""
 _PAIR = 8.6e-11
 """Seconds in which a processor makes a weight of a score."""

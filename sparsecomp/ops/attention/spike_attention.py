@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsecomp import _compat
 from sparsecomp.errors import FormatError, MaskError
 from sparsecomp.ops.attention.operands import check_attended, check_lists, form_of, on_kernels, place_of
 from sparsecomp.ops.library import TAGS, decompose, differentiable, implement, library
@@ -48,8 +49,9 @@ def spike_attention(
 
     Sums are float32 (float64 for float64). Of whole numbers in float32 they are exact, and the result is rounded once,
     as long as q, k and v are at most 2^11, scores q kᵀ 2^22 and sums 2^24 in size: of spikes, where the depth times
-    the number of keys is at most 2^24. Scores of half precision are rounded to it, as torch's are. Values are finite:
-    what a dropped pair has of NaN or infinity reaches a result or not, by whether its block is listed.
+    the number of keys is at most 2^24. Where torch's products may use TF32 on CUDA, these do: scores are then exact to
+    2^11. Scores of half precision are rounded to it, as torch's are. Values are finite: what a dropped pair has of NaN
+    or infinity reaches a result or not, by whether its block is listed.
 
     Args:
         q: (batch, heads, q_len, depth), floating, any strides.
@@ -101,7 +103,7 @@ def _attention_cuda(q, k, v, blocks, scale, dtype=None):
     from sparsecomp.lowering.attention import spike_attention as lowered  # loads Triton
 
     out = _fake_attention(q, k, v, blocks, scale, dtype)
-    lowered.spike_attention(q, k, v, blocks, scale, out)
+    lowered.spike_attention(q, k, v, blocks, scale, out, _compat.matmul_tf32())
     return out
 
 
