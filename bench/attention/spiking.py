@@ -99,8 +99,8 @@ def _call(
     if way.startswith("stock"):
         compiled = torch.compile(model, mode=mode)
     else:
-        off = ("spike_attention",) if way == "spike_matmul" else ()
-        compiled = torch.compile(model, backend="sparsecomp", options={"mode": mode, "disable": off})
+        options: dict[str, Any] = {"mode": mode, "disable": ("spike_attention",) if way == "spike_matmul" else ()}
+        compiled = torch.compile(model, backend="sparsecomp", options=options)
 
     def call() -> None:  # in turns with others
         torch.backends.cuda.matmul.allow_tf32 = tf32

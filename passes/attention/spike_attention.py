@@ -71,6 +71,8 @@ def _judged_call(node: fx.Node, ctx: Context) -> Verdict:
     dtype, (*_, keys, depth) = example_of(nodes[0]).dtype, shape_of(nodes[1]) or (None, None)
     if dtype not in (torch.float32, torch.bfloat16):
         return None
+    if ctx.options.implementation == "dense":
+        return refuse(Why.FORCED_DENSE)
     if keys is None or depth is None:
         return refuse(Why.UNKNOWN_SHAPE)
     counts = _counts(_Given(nodes, tuple(ctx.fact(one, node) for one in nodes), depth, keys, dtype), ctx)

@@ -101,8 +101,8 @@ def _site(outer: BatchedProduct, place: int, way: _Way, inner: BatchedProduct) -
         return _as_written("its mask is one number, or of dynamic sizes")
     if len(weights) != len(inner.result):
         return _as_written("its mask is broader than its scores, and broadcasts them")
-    if weights[-1] != outer.summed:
-        return _as_written("its scores have keys before queries")
+    if weights[-2:] != outer.own(place) + outer.summed:
+        return _as_written("its scores are not of queries, and then keys, behind all else")
     letter = next(one for one in ascii_letters if one not in "".join(outer.terms))
     names = {**dict(zip(inner.result, weights, strict=True)), inner.summed: letter}
     first, second = ("".join(names[one] for one in term) for term in inner.terms)

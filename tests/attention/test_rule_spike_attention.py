@@ -90,7 +90,9 @@ LEFT: dict[str, tuple[Model, str]] = {
     "read twice": (lambda q, k, v: (a := qk(q, k) * near(q)) @ heads(v) + a.sum(), "reads its scores too"),
     "masked twice": (lambda q, k, v: (qk(q, k) * near(q) * before(q)) @ heads(v), "more than once"),
     "too large": (lambda q, k, v: (qk(q, k) * near(q)) @ (heads(v) * 4000 * 100), "may be rounded"),
-    "keys first": (lambda q, k, v: columns(v) @ ((heads(k) @ columns(q)) * near(q)), "keys before queries"),
+    "keys first": (lambda q, k, v: columns(v) @ ((heads(k) @ columns(q)) * near(q)), "not of queries, and then"),
+    "heads between": (lambda q, k, v: torch.einsum("tbnhm,tbmhd->tbnhd", torch.einsum(
+        "tbnhd,tbmhd->tbnhm", tokens(q), tokens(k)) * near(q)[:, None], tokens(v)), "not of queries, and then"),
     "a mask of batch entries": (
         lambda q, k, v: (qk(q, k) * near(q).expand(B, 1, N, N)) @ heads(v), "broader than its scores"),
     "written between": (lambda q, k, v: rewrites_the_first(q, k, v), "is written to"),
@@ -203,6 +205,16 @@ def test_a_promised_mask_that_is_written_to_all_the_same() -> None:
         model.mask.fill_(0.5)
         with pytest.raises(sparsecomp.errors.FrozenWeightError, match="other numbers than 0 and 1"):
             compiled(*inputs())
+
+
+def test_under_autocast() -> None:
+    def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (qk(q, k) * near(q)) @ heads(v)
+
+    found, (seen,) = judged(model, *inputs())
+    assert seen.rewritten and found.dtype is torch.bfloat16
+    assert torch.equal(found, TAKEN["multiplied"](*(one.double() for one in inputs())).mul(8).bfloat16())
 
 
 class Block(nn.Module):
