@@ -20,7 +20,8 @@ import sparsecomp.ops.attention.block_attention  # noqa: F401  (registers the op
 from sparsecomp.lowering.launch.strided import name_of
 from sparsecomp.ops.attention.block_attention import SEEDS
 from sparsecomp.ops.attention.operands import place_of
-from sparsecomp.passes.attention.data_mask import data_mask
+from sparsecomp.passes.attention.data_mask import DataMask, data_mask
+from sparsecomp.passes.attention.example_numbers import example_numbers
 from sparsecomp.passes.attention.found import site_at
 from sparsecomp.passes.attention.mask import KnownMask, known_mask
 from sparsecomp.passes.attention.mask_of_numbers import is_mask_of_numbers
@@ -89,14 +90,12 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
     mask = data_mask(site, ctx)
     if isinstance(mask, Refusal):
         return known if known.why is Why.MASK_NOT_FROZEN else mask
-    given = ctx.options.density
-    # numbers may be biases, of which no block is empty
-    biases = mask.use == "add" and not is_mask_of_numbers(mask.node, site.mask.reader)
-    share = given if given is not None else 1.0 if biases else _UNKNOWN
+    given, seen = ctx.options.density, _seen(site, mask, ctx)
+    share = given if given is not None else _UNKNOWN if seen is None else seen
     q, k, v = (one.shape for one in site.operands)
     scanned = (*mask.leading, name_of(example_of(mask.node).dtype))
     work = MaskedAttention.assumed(q, k, v, share, DEFAULT_BLOCK, scanned=scanned, **_how(site, ctx))
-    decision, described = decide_attention(work), mask.described(share)
+    decision, described = decide_attention(work), mask.described(share, given is None and seen is not None)
     if decision.dense and ctx.options.implementation == "auto":
         if known.why is Why.MASK_NOT_FROZEN:
             return known
@@ -111,6 +110,15 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
 
     reason = f"{described}; {decision.reason}; {_provided(site)}"
     return Plan(build, reason, "block_attention", "", site.nodes[-2::-1], decision.estimate)
+
+
+def _seen(site: AttentionSite, mask: DataMask, ctx: Context) -> float | None:
+    """Of numbers that are added: the share of blocks that they keep where the graph is compiled. If that is not known,
+    all of those that may be biases, of which no block is empty; None of any other mask."""
+    if mask.use != "add" or is_mask_of_numbers(mask.node, site.mask.reader):
+        return None
+    found = example_numbers(site, ctx)
+    return 1.0 if found is None else min(found.share, _UNKNOWN) if found.only_masks else found.share
 
 
 def _as_added(site: AttentionSite) -> fx.Node:

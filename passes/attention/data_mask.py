@@ -62,9 +62,15 @@ class DataMask(NamedTuple):
     def _steps(self) -> Steps:
         return mask_steps(example_of(self.node).dim(), self.dims)
 
-    def described(self, share: float) -> str:
-        """Where it comes from, for the report."""
-        return f"its mask `{self.node.name}` is scanned in each call, {share:.0%} of its blocks are assumed to be kept"
+    def described(self, share: float, seen: bool) -> str:
+        """Where it comes from, for the report.
+
+        Args:
+            share: of the blocks that are thought to be kept.
+            seen: that follows from the call that the graph is compiled for.
+        """
+        told = "are assumed to be kept" + (", by the call that it is compiled for" if seen else "")
+        return f"its mask `{self.node.name}` is scanned in each call, {share:.0%} of its blocks {told}"
 
     def _there_is(self, target: object, mask: fx.Node, arguments: tuple[object, ...], like: fx.Node) -> fx.Node | None:
         """A scan of the same mask, made for a layer before."""

@@ -154,7 +154,7 @@ class KnownMask(NamedTuple):
 def known_mask(site: AttentionSite, ctx: Context) -> KnownMask | Refusal:
     """The mask of a site, if it is known now; looks at it on its device."""
     mask = site.mask
-    found = computed_by(mask.node, mask.reader, _is_known, ctx)
+    found = computed_by(mask.node, mask.reader, is_known, ctx)
     shapes = {source: stand_in for source in found.sources if (stand_in := _shape_only(source, found)) is not None}
     sources = tuple(source for source in found.sources if source not in shapes)
     problem = _not_known(found, sources, mask, ctx)
@@ -199,7 +199,8 @@ def _is_causal(kept: Tensor) -> bool:
     return bool((kept == kept.new_ones(queries, keys).tril()).all())
 
 
-def _is_known(node: fx.Node) -> bool:
+def is_known(node: fx.Node) -> bool:
+    """Whether a call gives the same numbers for the same arguments, and does no more than masks of positions need."""
     op = op_of(node)
     return is_pure(node) or (op is not None and op.out is None and op.module is None and op.name in OF_NUMBERS)
 

@@ -334,19 +334,22 @@ def test_without_a_promise_a_buffer_is_data() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("dtype", "density", "share"),
-    [(torch.bool, None, 0.75), (torch.bool, 0.1, 0.1), (torch.bool, 1.0, 1.0), (torch.bfloat16, None, 1.0)],
+    ("mask", "density", "share"),
+    [(True, None, 0.75), (True, 0.1, 0.1), (True, 1.0, 1.0), (-torch.inf, None, 0.25), (1.0, None, 1.0)],
 )
 @pytest.mark.slow(reason="runs a model of a card's sizes")
-def test_on_a_card_the_share_that_is_assumed_decides(dtype: torch.dtype, density: float | None, share: float) -> None:
+def test_on_a_card_the_share_that_is_assumed_decides(mask: float, density: float | None, share: float) -> None:
     class Heads(nn.Module):
         def forward(self, x: Tensor, mask: Tensor) -> Tensor:
             heads = x.unflatten(-1, (-1, 64)).transpose(1, 2)
             return F.scaled_dot_product_attention(heads, heads, heads, mask)
 
-    x, mask = torch.zeros(8, 2048, 1024, dtype=torch.bfloat16), torch.ones(8, 1, 1, 2048, dtype=dtype)
+    x = torch.zeros(8, 2048, 1024, dtype=torch.bfloat16)
+    filled = torch.full((8, 1, 1, 2048), mask, dtype=torch.bool if mask is True else torch.bfloat16)
+    if mask == -torch.inf:
+        filled[..., :512] = 0
     with torch.no_grad():
-        report = sparsecomp.explain(Heads(), x, mask, device="h100", mode="reduce-overhead", density=density)
+        report = sparsecomp.explain(Heads(), x, filled, device="h100", mode="reduce-overhead", density=density)
     seen = site(report, "block_attention")
     assert seen.rewritten == (share < 1) and (share < 1 or seen.why == "GATE"), seen.reason
     assert f"{share:.0%} of its blocks are assumed to be kept" in seen.reason

@@ -12,6 +12,8 @@ from rewriting import rewritten, site
 from test_rule_block_attention import Refused, judged, tokens
 from torch import Tensor
 
+import sparsecomp
+
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -96,6 +98,8 @@ def reading(made: Made, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 EVERY = OF_BOOLEANS | OF_NUMBERS | BIASES
+DROPPING = ("a mask and distances", "one in the place of zeros", "written to before")
+"""Biases of which a sequence of 70 tokens drops the last of three blocks of keys."""
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -104,11 +108,54 @@ def test_each_is_judged_by_what_made_it_and_gives_what_eager_gives(name: str) ->
     x = tokens().requires_grad_()
     found, seen = judged(model, x, there())
     assert seen.rewritten, seen.reason
-    assert f"{1.0 if name in BIASES else 0.75:.0%} of its blocks are assumed to be kept" in seen.reason
+    share = 5 / 6 if name in DROPPING else 1.0 if name in BIASES else 0.75
+    assert f"{share:.0%} of its blocks are assumed to be kept" in seen.reason
     right = model(x, there())
     torch.testing.assert_close(found, right, atol=5e-6, rtol=1e-4)
     grads = [torch.autograd.grad(one.square().sum(), x)[0] for one in (found, right)]
     torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+def _filled(number: float) -> Tensor:
+    """(2, 1, 1, N), as much as `there` has."""
+    return torch.zeros(2, 1, 1, N).masked_fill(~there()[:, None, None], number)
+
+
+GIVEN: dict[str, tuple[Callable[[], Tensor], float]] = {
+    "infinity": (lambda: _filled(-math.inf), 0.75),
+    "the least number": (lambda: _filled(LOWEST).expand(2, 1, N, N).contiguous(), 0.75),
+    "causal": (lambda: torch.full((N, N), LOWEST).triu(1), 6 / 9),
+    "nothing dropped": (lambda: torch.zeros(N, N), 0.75),
+    "a bias": (lambda: torch.linspace(0, 1, N)[None, None, None], 1.0),
+    "a bias and infinity": (lambda: torch.linspace(0, 1, N) + _filled(-math.inf), 5 / 6),
+    "a bias and the least number": (lambda: torch.linspace(0, 1, N) + _filled(LOWEST), 5 / 6),
+}
+
+
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, by_hand])
+@pytest.mark.parametrize("name", GIVEN)
+def test_numbers_that_are_given_are_judged_by_what_they_are_in_the_first_call(
+    name: str, attend: Callable[..., Tensor]
+) -> None:
+    """And what another call holds is added, whatever was seen."""
+    model, (made, share) = Refused(attend), GIVEN[name]
+    with torch.no_grad():
+        found, seen = judged(model, tokens(), made())
+        assert seen.rewritten, seen.reason
+        assert f"{share:.0%} of its blocks are assumed to be kept" in seen.reason
+        assert "by the call that it is compiled for" in seen.reason
+        torch.testing.assert_close(found, model(tokens(), made()), atol=5e-6, rtol=1e-4)
+
+
+@pytest.mark.slow(reason="compiles a model")
+def test_numbers_of_other_calls_are_others() -> None:
+    model = Refused(by_hand)
+    compiled = torch.compile(model, backend="sparsecomp", options={"implementation": "skip"})
+    with torch.no_grad():
+        for number in (-math.inf, LOWEST, 3.0, 0.0):
+            mask = _filled(number)
+            torch.testing.assert_close(compiled(tokens(), mask), model(tokens(), mask), atol=5e-6, rtol=1e-4)
+    assert [one.rewritten for one in sparsecomp.last_report().sites if one.rule == "block_attention"] == [True]
 
 
 @pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, by_hand])
