@@ -131,6 +131,7 @@ SUITES: dict[str, Suite] = {
     "masked-attention": Suite("attention.masked_models", lambda m, a: m.run(a.modes, a.workers or 1)),
     "attention-data": Suite("attention.data_masks", lambda m, a: m.run(a.modes, a.workers or 1)),
     "spiking-attention": Suite("attention.spiking", lambda m, a: m.run(a.modes)),
+    "trained-biases": Suite("attention.trained_biases", lambda m, a: m.run(a.workers or 1)),
     "attention-packed": Suite("attention.packed", lambda m, a: m.run()),
     "attention-candidates": Suite("attention.candidates", lambda m, a: m.run(a.workers or 8)),
     "element-attention": Suite("attention.elements", lambda m, a: m.run()),

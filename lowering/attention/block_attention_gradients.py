@@ -1,7 +1,8 @@
 """CUDA implementation of the gradients of attention over listed blocks, and the two operations behind it.
 
 By queries first, which also leaves delta (see ``sparsecomp.reference.attention.block_attention.gradients``) for the
-keys and values. Each program owns what it writes and walks over a list: no sum depends on who comes first.
+keys and values, and for what is added (`sparsecomp.lowering.attention.added_gradient`). Each program owns what it
+writes and walks over a list: no sum depends on who comes first.
 """
 
 import math
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.lowering.attention import problem as described
+from sparsecomp.lowering.attention.added_gradient import added_gradient
 from sparsecomp.lowering.attention.problem import TOLERANCE, BlockAttention, problem_of, rows_innermost
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.tuning.template import Operation
@@ -26,8 +28,10 @@ Operands = tuple[Tensor | None, ...]
 def block_attention_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
     blocks: Sequence[Tensor], scoring: Scoring, by_q: Tensor, by_k: Tensor, by_v: Tensor,
+    by_added: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the gradients by q, k and v to ``by_q``, ``by_k`` and ``by_v``, which lie in any way.
+    """Write the gradients by q, k and v to ``by_q``, ``by_k`` and ``by_v``, which lie in any way, and that by what is
+    added to ``by_added``, contiguous.
 
     Args:
         grad, grad_logsumexp: gradients of the result, and of the logsumexp if it has one.
@@ -48,6 +52,8 @@ def block_attention_gradients(
     )  # fmt: skip
     problem = problem_of(q, k, v, blocks, scoring, (q, k, v, grad, into_k, into_v))
     dispatch.launch(ATTENTION_BY_KEY, problem, q, k, v, grad, logsumexp, delta, *blocks[5:], *beside, into_k, into_v)
+    if by_added is not None and by_added.numel():
+        added_gradient(grad, q, k, v, logsumexp, delta, blocks, scoring, by_added)
     for one, into in zip(wanted, (into_q, into_k, into_v), strict=True):
         if one is not into:
             one.copy_(into)

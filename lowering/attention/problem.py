@@ -54,6 +54,7 @@ class BlockAttention(NamedTuple):
         kept, parts: as of ``Scoring``.
         result: dtype of the result, if it is not that of the operands.
         single: float32 is multiplied in one product of TF32, as torch's is where the user lets it, and not in three.
+        added_sizes: of what is added: batch, heads, queries and keys, each 1 where it is added to all alike.
     """
 
     batch: int
@@ -80,6 +81,7 @@ class BlockAttention(NamedTuple):
     parts: int = 0
     result: str = ""
     single: bool = False
+    added_sizes: tuple[int, ...] = (1, 1, 1, 1)
 
     @property
     def numbers(self) -> tuple[Any, ...]:
@@ -133,7 +135,7 @@ def problem_of(
         count.shape[1] > 1, dtype_name(q), max(float(scoring.scale), _LEAST),
         tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scoring.softcap),
         scoring.alibi is not None, "" if added is None else dtype_name(added), strides_over(added, scores),
-        scoring.kept, scoring.parts,
+        scoring.kept, scoring.parts, (1, 1, 1, 1) if added is None else tuple(added.shape),
     )  # fmt: skip
 
 

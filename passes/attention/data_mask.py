@@ -120,8 +120,6 @@ def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:
         problem = f"scores that it drops become {mask.fill:g}, which is no -inf"
     elif mask.use == "add" and (example.dtype not in KERNEL_DTYPES or mask.scale != 1):
         problem = f"its mask adds numbers of {example.dtype}, times {mask.scale:g}"
-    elif ctx.gradients and example.requires_grad:
-        problem = "its mask is trained"
     if problem:
         return refuse(Why.ATTENTION_AS_WRITTEN, detail=problem)
     return _scanned(mask.node, mask.use, site, ctx)

@@ -33,7 +33,7 @@ def attention(
         value: (batch, kv_heads, k_len, v_depth).
         pattern: or a mask that broadcasts to (batch, heads, q_len, k_len), whose block lists are made on its device,
             without waiting for it: of bool, True where a query attends to a key, or floating, of numbers that are added
-            to scores, such as a bias by position, and of -inf where a query does not attend. These have no gradient.
+            to scores, such as a bias by position, and of -inf where a query does not attend. These may be trained.
         scale: of the scores; 1 / sqrt(depth) if None.
         softcap: c in scores of c · tanh(scale · query keyᵀ / c); 0 for none.
         alibi: (heads,) float32, without gradients: added to a score is the head's number times (position of the key -
@@ -99,12 +99,10 @@ def _scanned(
             f"the mask is {tuple(mask.shape)} of {mask.dtype} on {mask.device}, needs one of torch.bool, or floating,"
             f" on {query.device} that broadcasts to (batch, heads, queries, keys), here {scores}"
         )
-    if numbers and mask.requires_grad and torch.is_grad_enabled():
-        raise MaskError("the mask requires a gradient, and has none here: detach it, or add it to scores by hand")
     if mask.dtype is torch.float64 and query.dtype is not torch.float64:  # kernels add no doubles
         mask = mask.float()
     mask = mask[(None,) * (4 - mask.dim())]
-    blocks = scanned_blocks(mask, query.shape[-2], key.shape[-2], block)
+    blocks = scanned_blocks(mask.detach(), query.shape[-2], key.shape[-2], block)
     return blocks, torch.ops.sparsecomp.levelled_mask.default(mask) if numbers else None
 
 

@@ -21,7 +21,6 @@ from sparsecomp.ops.attention.operands import (
     places_of,
     places_of_gradients,
     points_of,
-    save_operands,
     scale_of,
 )
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
@@ -44,8 +43,8 @@ library.define(
 library.define(
     "block_attention_gradients(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
     "Tensor? grad_logsumexp, Tensor[] blocks, float scale, float softcap=0.0, Tensor? alibi=None, "
-    "Tensor? added=None, Tensor? seed=None, int kept=65536, bool nothing_is_nan=False, int parts=0) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor? added=None, Tensor? seed=None, int kept=65536, bool nothing_is_nan=False, int parts=0, "
+    "bool by_added=False) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -131,8 +130,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Tensor], scoring: S
         raise FormatError(
             f"added is {form_of(added)}, needs a floating one that broadcasts to {(*q.shape[:3], k.shape[2])}"
         )
-    if added is not None and added.requires_grad and torch.is_grad_enabled():
-        raise FormatError("added has no gradient here, but wants one")
     if seed is not None and (seed.shape != (1,) or seed.dtype is not torch.int64 or seed.device != q.device):
         raise FormatError(f"seed is {form_of(seed)} on {seed.device}, needs (1,) int64 on {q.device}")
     if not (kept == ALWAYS or (seed is not None and 0 < kept < ALWAYS)):
@@ -183,17 +180,20 @@ def _unmarked(one: Tensor, logsumexp: Tensor, scoring: Scoring) -> Tensor:
 def _marked_gradients(
     found: tuple[Tensor, ...], logsumexp: Tensor, kv_heads: int, scoring: Scoring
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients, with NaN where it goes from a query that keeps nothing: to all values of its head, and to itself
-    and all keys if numbers were added. Where scores are replaced, none goes to what they were. Written in place, so
-    that each lies as a graph was told."""
+    """The gradients, with NaN where it goes from a query that keeps nothing: to all values of its head, and to itself,
+    all keys and what was added to it if numbers were added. Where scores are replaced, none goes to what they were.
+    Written in place, so that each lies as a graph was told."""
     if scoring.nothing_is_nan:
         nothing = logsumexp == -math.inf
         among = nothing.any(-1).unflatten(1, (kv_heads, -1)).any(-1)[..., None, None]
-        by_q, by_k, by_v = found
+        by_q, by_k, by_v, by_added = found
         by_v.masked_fill_(among, math.nan)
         if scoring.added is not None:
             by_q.masked_fill_(nothing[..., None], math.nan)
             by_k.masked_fill_(among, math.nan)
+            if by_added.numel():
+                of_added = nothing[..., None].sum_to_size(*by_added.shape[:3], 1) > 0
+                by_added.masked_fill_(of_added, math.nan)
     return found
 
 
@@ -202,60 +202,97 @@ def _fake_attention(q, k, v, blocks, *scoring):
     return places_of(q, v)
 
 
-def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
-    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring)
+def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *how):
+    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *how)
     if not logsumexp.numel() or not k.shape[2]:
         return tuple(one.zero_() for one in found)
-    grad, out = (_unmarked(one, logsumexp, Scoring(*scoring)) for one in (grad, out))
+    scoring, wants = _scoring_of(how)
+    grad, out = (_unmarked(one, logsumexp, scoring) for one in (grad, out))
+    given = grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scoring
     with without_autocast(q):
-        right = reference.gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, Scoring(*scoring))
-    found = tuple(one.copy_(other) for one, other in zip(found, right, strict=True))
-    return _marked_gradients(found, logsumexp, k.shape[1], Scoring(*scoring))
+        right = reference.gradients(*given)
+        by_added = reference.added_gradient(*given) if wants else found[3]
+    found = tuple(one.copy_(other) for one, other in zip(found, (*right, by_added), strict=True))
+    return _marked_gradients(found, logsumexp, k.shape[1], scoring)
 
 
-def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring):
+def _gradients_cuda(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *how):
     if not on_kernels(q, k, v):
-        return _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring)
+        return _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *how)
     from sparsecomp.lowering.attention import block_attention_gradients as lowered  # loads Triton
 
-    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *scoring)
-    grad, out = (_unmarked(one, logsumexp, Scoring(*scoring)) for one in (grad, out))
-    lowered.block_attention_gradients(
-        grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, Scoring(*scoring), *found
-    )  # fmt: skip
-    return _marked_gradients(found, logsumexp, k.shape[1], Scoring(*scoring))
+    found = _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *how)
+    scoring, _ = _scoring_of(how)
+    grad, out = (_unmarked(one, logsumexp, scoring) for one in (grad, out))
+    lowered.block_attention_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scoring, *found)
+    return _marked_gradients(found, logsumexp, k.shape[1], scoring)
 
 
-def _fake_gradients(grad, q, k, v, *_):
-    return places_of_gradients(q, k, v)
+def _scoring_of(how: Sequence[Any]) -> tuple[Scoring, bool]:
+    """What follows the block lists: how scores come about, and whether the gradient by what is added is wanted."""
+    fields = len(Scoring._fields)
+    return Scoring(*how[:fields]), bool(how[fields:] and how[fields])
+
+
+def _fake_gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *how):
+    scoring, wants = _scoring_of(how)
+    added = scoring.added
+    if not wants or added is None:
+        return *places_of_gradients(q, k, v), q.new_empty(0)
+    if any(apart not in (1, own) for apart, own in zip(blocks[0].shape[:2], added.shape[:2], strict=True)):
+        raise MaskError(
+            f"the blocks tell {tuple(blocks[0].shape[:2])} batch entries and heads apart, and what is added, which"
+            f" wants a gradient, {tuple(added.shape[:2])}: give each numbers of its own, by expand"
+        )
+    return *places_of_gradients(q, k, v), torch.empty(added.shape, dtype=added.dtype, device=q.device)
+
+
+_ADDED = Scoring._fields.index("added")
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    """Keep what gradients read; of what scores come from, what is added among the tensors that autograd watches."""
+    q, k, v, ctx.kept, *scores = inputs
+    scoring = Scoring(*scores)
+    ctx.save_for_backward(q, k, v, scoring.added, *output)
+    ctx.scoring, ctx.given = scoring._replace(added=None), len(scores)
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, logsumexp = ctx.saved_tensors
-    rest = ([None] * len(ctx.kept), *[None] * len(ctx.scores))
+    q, k, v, added, out, logsumexp = ctx.saved_tensors
+    rest: list[Any] = [None] * ctx.given
     if grad is None and grad_logsumexp is None:
-        return None, None, None, *rest
+        return None, None, None, [None] * len(ctx.kept), *rest
+    scoring = ctx.scoring._replace(added=added)
+    wants = added is not None and ctx.needs_input_grad[4 + _ADDED]
     if torch.is_grad_enabled():
-        return *_differentiable_gradients((q, k, v), grad, grad_logsumexp, ctx.kept, Scoring(*ctx.scores)), *rest
-    grad = torch.zeros_like(out) if grad is None else grad
-    return *torch.ops.sparsecomp.block_attention_gradients.default(
-        grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.kept, *ctx.scores
-    ), *rest
+        found = _differentiable_gradients((q, k, v), (grad, grad_logsumexp), ctx.kept, scoring, wants)
+    else:
+        grad = torch.zeros_like(out) if grad is None else grad
+        found = torch.ops.sparsecomp.block_attention_gradients.default(
+            grad, q, k, v, out, logsumexp, grad_logsumexp, ctx.kept, *scoring, wants
+        )
+    if wants:
+        rest[_ADDED] = found[3]
+    return *found[:3], [None] * len(ctx.kept), *rest
 
 
 def _differentiable_gradients(
-    operands: tuple[Tensor, ...], grad: Tensor | None, grad_logsumexp: Tensor | None, blocks: Sequence[Tensor],
-    scoring: Scoring,
+    operands: tuple[Tensor, ...], grads: tuple[Tensor | None, Tensor | None], blocks: Sequence[Tensor],
+    scoring: Scoring, wants: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients through plain torch, for those who differentiate them again."""
-    q, k, v = points = points_of(operands)
+    added = [scoring.added] if wants and scoring.added is not None else []
+    q, k, v, *biased = points = points_of((*operands, *added))
+    scoring = scoring._replace(added=biased[0]) if biased else scoring
     found = reference.block_attention_reference(q, k, v, blocks, scoring)
-    logsumexp = found[1].detach()
+    logsumexp, (grad, grad_logsumexp) = found[1].detach(), grads
     grad = None if grad is None else _unmarked(grad, logsumexp, scoring)
-    by = differentiable_gradients(found, points, (grad, grad_logsumexp))
-    return _marked_gradients(tuple(one.clone() for one in by), logsumexp, k.shape[1], scoring)
+    by = [one.clone() for one in differentiable_gradients(found, points, (grad, grad_logsumexp))]
+    return _marked_gradients((*by, q.new_empty(0))[:4], logsumexp, k.shape[1], scoring)
 
 
 implement("block_attention", _attention, _attention_cuda, _fake_attention)
 implement("block_attention_gradients", _gradients, _gradients_cuda, _fake_gradients)
-differentiable("block_attention", _backward, save_operands)
+differentiable("block_attention", _backward, _save)

@@ -21,7 +21,6 @@ from sparsecomp.ops.attention.operands import (
     places_of,
     places_of_gradients,
     points_of,
-    save_operands,
     scale_of,
 )
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
@@ -149,6 +148,14 @@ def _fake_gradients(grad, q, k, v, *_):
     return places_of_gradients(q, k, v)
 
 
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    """Keep what gradients read: q, k and v, the result and the logsumexp; `kept`, the lists, and `scores`, all that
+    follows."""
+    q, k, v, ctx.kept, *ctx.scores = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
 def _backward(ctx: Any, grad: Tensor | None, grad_logsumexp: Tensor | None) -> tuple[Any, ...]:
     q, k, v, out, logsumexp = ctx.saved_tensors
     rest = ([None] * len(ctx.kept), *[None] * len(ctx.scores))
@@ -173,4 +180,4 @@ def _differentiable_gradients(
 
 implement("element_attention", _attention, _attention_cuda, _fake_attention)
 implement("element_attention_gradients", _gradients, _gradients_cuda, _fake_gradients)
-differentiable("element_attention", _backward, save_operands)
+differentiable("element_attention", _backward, _save)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,14 +91,6 @@ def places_of(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def places_of_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Where the gradients go, each of which lies as what it is by."""
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def save_operands(ctx: Any, inputs: Any, output: Any) -> None:
-    """Keep what a gradient reads: q, k and v, the result and the logsumexp; `kept`, the lists of what is kept, and
-    `scores`, all that follows."""
-    q, k, v, ctx.kept, *ctx.scores = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
 
 
 def points_of(operands: Sequence[Tensor]) -> list[Tensor]:

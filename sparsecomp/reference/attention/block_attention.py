@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsecomp.reference.attention.blocks import SURELY_ZERO, unpack_bits
 from sparsecomp.reference.attention.dropout import ALWAYS, drawn_pairs
-from sparsecomp.reference.attention.scores import Scores, gradients_by_lists
+from sparsecomp.reference.attention.scores import Scores, delta_of, gradients_by_lists
 from sparsecomp.reference.precision import accumulator
 
 _NONE = -1
@@ -107,8 +107,9 @@ class Scoring(NamedTuple):
             places = (at.clamp(0, size - 1) for at, size in zip((query, key), table.shape, strict=True))  # or `_NONE`'s
             added = table[tuple(places)].to(score.dtype)
             lowest = (added <= SURELY_ZERO) & (added > -torch.inf)
-            # as of a sum in which it vanishes, a score's derivative stays
-            score = torch.where(lowest, score - score.detach(), score + added)
+            # as of a sum in which the score vanishes, derivatives stay
+            both = score + added
+            score = torch.where(lowest, both - both.detach(), both)
         return score, slope
 
     def enlarged(self, place: Place, query: Tensor, key: Tensor) -> Tensor | float:
@@ -149,6 +150,18 @@ def gradients(
     return gradients_by_lists(by_query, by_key, operands, grad_logsumexp, (blocks[:5], blocks[5:]), scoring)
 
 
+def added_gradient(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
+    blocks: Sequence[Tensor], scoring: Scoring,
+) -> Tensor:  # fmt: skip
+    """The gradient by what a scoring adds, in the dtype sums are kept in."""
+    sums = accumulator(q.dtype)
+    grad, q, k, v, out, logsumexp = (one.to(sums) for one in (grad, q, k, v, out, logsumexp))
+    assert scoring.added is not None
+    walked = grad, q, k, v, logsumexp, delta_of(grad, out, grad_logsumexp)
+    return by_added(*walked, blocks[:5], scoring, scoring.added.shape)
+
+
 def by_query(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Scoring) -> Tensor:
     """The gradient by q of operands of one dtype, by the lists of the queries."""
     walked, found = Lists(*lists), torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -172,6 +185,28 @@ def by_key(grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Sc
         for whole, part in zip(found, parts, strict=True):
             whole[b, g] += part
     return found[0], found[1]
+
+
+def by_added(
+    grad, q, k, v, logsumexp, delta, lists: Sequence[Tensor], scoring: Scoring, sizes: Sequence[int]
+) -> Tensor:
+    """The gradient by what is added, of such sizes, of operands of one dtype, by the lists of the queries."""
+    walked, logsumexp = Lists(*lists), _finite(logsumexp)
+    found = torch.zeros(tuple(sizes), dtype=q.dtype, device=q.device)
+    for at in _heads(q, k):
+        b, h, g = at[:3]
+        index, kept = walked.of(b, h)
+        beside = (q[b, h], grad[b, h], logsumexp[b, h], delta[b, h])
+        by_score, _, _ = _by_score(at, *beside, k[b, g], v[b, g], index, kept, walked.height, scoring)
+        block_k = kept.shape[2] // max(index.shape[1], 1)
+        _, key = _positions(len(by_score), walked.height, index, block_k)
+        # behind a list's end nothing is kept, and its zeros may go anywhere
+        pairs = by_score.new_zeros(*by_score.shape[:2], len(k[b, g]) + block_k)
+        pairs.scatter_add_(2, key.clamp(min=0).expand_as(by_score), by_score)
+        pairs = pairs.flatten(0, 1)[: len(q[b, h]), : len(k[b, g])]
+        own = found[b % len(found), h % found.shape[1]]
+        own += pairs.sum_to_size(own.shape)
+    return found
 
 
 def _finite(logsumexp: Tensor) -> Tensor:
@@ -205,6 +240,14 @@ def _one_head(
 
 
 def _by_query(at, q, grad, logsumexp, delta, k, v, index, kept, block_q, scoring) -> Tensor:
+    by_score, slope, keys = _by_score(at, q, grad, logsumexp, delta, k, v, index, kept, block_q, scoring)
+    return (by_score * slope @ keys).flatten(0, 1)[: len(q)]
+
+
+def _by_score(
+    at, q, grad, logsumexp, delta, k, v, index, kept, block_q, scoring
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient by scores (rows of blocks, height, width · columns), the scores' by products, and the keys."""
     block_k = kept.shape[2] // index.shape[1]
     keys, values = gathered(k, index, block_k), gathered(v, index, block_k)
     logsumexp, delta = (in_blocks(one[:, None], block_q) for one in (logsumexp, delta))
@@ -213,7 +256,7 @@ def _by_query(at, q, grad, logsumexp, delta, k, v, index, kept, block_q, scoring
     score, slope = scoring.of(at, product, query, key)
     weight = torch.exp(score - logsumexp).masked_fill(~kept, 0)
     by_score = weight * (in_blocks(grad, block_q) @ values.mT * scoring.enlarged(at, query, key) - delta)
-    return (by_score * slope @ keys).flatten(0, 1)[: len(q)]
+    return by_score, slope, keys
 
 
 def _by_key(at, k, v, q, grad, logsumexp, delta, index, kept, block_k, scoring) -> tuple[Tensor, Tensor]:
