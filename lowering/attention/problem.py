@@ -113,6 +113,11 @@ class BlockAttention(NamedTuple):
         return int(self.kept < ALWAYS)
 
     @property
+    def added_bytes(self) -> int:
+        """Of a number that is added to a score; 0 without one."""
+        return getattr(torch, self.added).itemsize if self.added else 0
+
+    @property
     def padded_depth(self) -> int:
         """Side of a tile that holds a query or key."""
         return max(1 << (self.depth - 1).bit_length(), 16)

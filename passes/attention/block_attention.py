@@ -93,8 +93,9 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
     given, seen = ctx.options.density, _seen(site, mask, ctx)
     share = given if given is not None else _UNKNOWN if seen is None else seen
     q, k, v = (one.shape for one in site.operands)
-    scanned = (*mask.leading, name_of(example_of(mask.node).dtype))
-    work = MaskedAttention.assumed(q, k, v, share, DEFAULT_BLOCK, scanned=scanned, **_how(site, ctx))
+    scanned = (*mask.sizes[:2], name_of(example_of(mask.node).dtype))
+    biased = {} if seen is None else _of_bias(site, mask, ctx)
+    work = MaskedAttention.assumed(q, k, v, share, DEFAULT_BLOCK, scanned=scanned, **biased, **_how(site, ctx))
     decision, described = decide_attention(work), mask.described(share, given is None and seen is not None)
     if decision.dense and ctx.options.implementation == "auto":
         if known.why is Why.MASK_NOT_FROZEN:
@@ -119,6 +120,13 @@ def _seen(site: AttentionSite, mask: DataMask, ctx: Context) -> float | None:
         return None
     found = example_numbers(site, ctx)
     return 1.0 if found is None else min(found.share, _UNKNOWN) if found.only_masks else found.share
+
+
+def _of_bias(site: AttentionSite, mask: DataMask, ctx: Context) -> dict[str, Any]:
+    """What an estimate asks of numbers that are added to kept scores."""
+    example = example_of(mask.node)
+    trained = may_be_trained(site, ctx) and example.requires_grad
+    return {"added": name_of(example.dtype), "bias": mask.sizes if trained else None}
 
 
 def _as_added(site: AttentionSite) -> fx.Node:

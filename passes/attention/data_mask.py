@@ -53,10 +53,9 @@ class DataMask(NamedTuple):
         return lists, mask if self.use == "add" else None
 
     @property
-    def leading(self) -> tuple[int, int]:
-        """Batch entries and heads that the mask tells apart."""
-        batch, heads, *_ = View(self.node, self._steps).shape
-        return batch, heads
+    def sizes(self) -> tuple[int, ...]:
+        """Batch entries, heads, queries and keys that the mask tells apart, 1 where it tells none."""
+        return View(self.node, self._steps).shape
 
     @property
     def _steps(self) -> Steps:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from sparsecomp.passes.attention.inserted import inserted
+from sparsecomp.passes.attention.kept_rows import leaves_each_query_a_key
 from sparsecomp.passes.attention.mask import OF_NUMBERS
 from sparsecomp.passes.attention.mask_of_numbers import is_mask_of_numbers
 from sparsecomp.passes.attention.one_number import one_number
@@ -98,16 +99,24 @@ def _may_merge(node: fx.Node, outer: _Masking, inner: _Masking) -> bool:
         return False
     if len({one.dtype for one in examples[:3]}) > 1 or something_in_place(between, node):
         return False
-    if outer.use == inner.use == "add":
-        return all(is_mask_of_numbers(one.mask, between) for one in (outer, inner))
+    if outer.use == inner.use == "add":  # beside a mask a bias stays as it is
+        return any(is_mask_of_numbers(one.mask, between) for one in (outer, inner))
     if "add" not in (outer.use, inner.use):
         return outer.fill == inner.fill and all(one.dtype is torch.bool for one in examples[3:])
     added, filled = (outer, inner) if outer.use == "add" else (inner, outer)
-    # scores that are replaced have no gradient, which numbers that are added would leave them
-    trained = torch.is_grad_enabled() and example_of(node).requires_grad
     low = filled.fill <= SURELY_ZERO and example_of(filled.mask).dtype is torch.bool
     alone = filled.fill == -torch.inf or _is_scaled_product(inner.scores)
-    return low and not trained and alone and is_mask_of_numbers(added.mask, between)
+    only_masks = is_mask_of_numbers(added.mask, between)
+    if torch.is_grad_enabled() and example_of(node).requires_grad:
+        return low and filled is outer and not only_masks and _may_merge_trained(outer, example_of(node))
+    return low and alone and (filled is outer or only_masks)
+
+
+def _may_merge_trained(filled: _Masking, scores: Tensor) -> bool:
+    """Whether gradients are the same if a bias is -inf where it was filled in. Scores that are replaced have none,
+    which numbers that are added leave them where all of a query's are."""
+    each = leaves_each_query_a_key(filled.mask, filled.use == "drop", scores.shape[-2])
+    return filled.fill == -torch.inf and each
 
 
 def _is_scaled_product(scores: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 With a mask torch's function runs on its slower kernels, and by hand the scores lie in memory.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,9 @@ class MaskedAttention(NamedTuple):
         by_hand: scores and weights are tensors of their own. Not where a mask is added to them: of that Inductor makes
             torch's function in the spellings that it knows.
         longest: blocks of the longest list, of queries and of keys; None where that is not known.
+        added: dtype of numbers that are added to the scores of all blocks that are kept; empty for none.
+        bias: sizes of these, if their gradient may be asked for: batch, heads, queries and keys, each 1 where they are
+            the same for all.
         plain: share of pairs that torch's function computes if it gives the same without a mask: one half where it is
             told that a mask is causal; None if it does not.
     """
@@ -70,6 +74,8 @@ class MaskedAttention(NamedTuple):
     by_hand: bool = False
     plain: float | None = None
     longest: tuple[int, int] | None = None
+    added: str = ""
+    bias: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -175,6 +181,7 @@ def compare_attention(attention: MaskedAttention, device: Device, card: Card) ->
 
 
 def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
+    from sparsecomp.lowering.attention.added_gradient import ATTENTION_BY_ADDED, AddedGradient
     from sparsecomp.lowering.attention.block_attention import BLOCK_ATTENTION
     from sparsecomp.lowering.attention.block_attention_gradients import ATTENTION_BY_KEY, ATTENTION_BY_QUERY
     from sparsecomp.lowering.attention.list_parts import LAUNCHES
@@ -185,6 +192,9 @@ def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
     operations = [BLOCK_ATTENTION, *([ATTENTION_BY_QUERY, ATTENTION_BY_KEY] if p.trained else [])]
     times = [fastest_candidate(one.candidates(problem, device), problem, p, card)[0] for one in operations]
     times += [Time(LAUNCHES * card.launch, 0.0)] * (problem.parts.bit_count() * len(operations) // 2)
+    if p.bias is not None:
+        by_added = AddedGradient(*problem)._replace(added_sizes=p.bias)
+        times.append(fastest_candidate(ATTENTION_BY_ADDED.candidates(by_added, device), by_added, p, card)[0])
     if p.scanned is not None:
         batch, heads, dtype = p.scanned
         scan = MaskScan(batch, heads, p.sizes.q_len, p.sizes.k_len, *p.block, (0, 0, 0, 0), dtype)
@@ -194,7 +204,7 @@ def _ours(attention: MaskedAttention, device: Device, card: Card) -> Time:
 
 def _problem(attention: MaskedAttention) -> BlockAttention:
     p = attention
-    return even_problem(p.sizes, p.block, p.listed, p.dtype, ALWAYS - p.dropped)
+    return even_problem(p.sizes, p.block, p.listed, p.dtype, ALWAYS - p.dropped)._replace(added=p.added)
 
 
 def lists_in_parts(attention: MaskedAttention) -> int:
@@ -223,7 +233,17 @@ def _function(attention: MaskedAttention, card: Card, share: float | None = None
     operations = s.operations * (1.0 if share is None else share)
     forward = Time(max(operations / rate, traffic / card.bandwidth) + card.launch, host.LAUNCH)
     backward = Time(BACKWARD * operations / rate + 2 * card.launch, 2 * host.LAUNCH)
+    if p.bias is not None and share is None:
+        backward = backward.plus(_of_bias(p, p.bias, card))
     return forward.plus(backward) if p.trained else forward
+
+
+def _of_bias(attention: MaskedAttention, bias: tuple[int, ...], card: Card) -> Time:
+    """What torch takes for the gradient by a bias: one of each score is written, and what belongs to the same number of
+    the bias added up."""
+    p = attention
+    alike = math.prod(bias) < p.pairs
+    return Time((1 + alike) * (p.pairs * p.dtype.itemsize / card.bandwidth + card.launch), (1 + alike) * host.LAUNCH)
 
 
 def _by_hand(attention: MaskedAttention, card: Card) -> Time:

@@ -244,11 +244,6 @@ def test_dropout_that_keeps_next_to_nothing_stays() -> None:
     assert "fewer weights than one in 65536" in judged(model, tokens(), padding())[1].reason
 
 
-def test_a_bias_that_is_trained_stays() -> None:
-    bias = torch.zeros(N, N, requires_grad=True)
-    assert "trained" in stays(Refused(F.scaled_dot_product_attention), tokens(), bias).reason
-
-
 @pytest.mark.parametrize("attend", [sdpa, models.filled])
 def test_gradients_of_a_model_with_padding(attend: Callable[..., Tensor]) -> None:
     model, x = Written(attend), tokens().requires_grad_()

@@ -204,7 +204,7 @@ ATTENTION_BY_ADDED = Template(
         cost_by_tiles(
             programs=_listed * _sums / (_batch * _heads), steps=_items / _sums, products=_depth + _v_depth,
             walked=_bm + _bn, kept=sympy.Integer(0), kept_depth=sympy.Integer(0), sums=sympy.Integer(0),
-            scores=sympy.Integer(3),
+            scores=sympy.Integer(3), beside=sympy.Integer(0),
         ),
         bytes=4 * _written,
     ),

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
@@ -202,7 +201,7 @@ def shared_bytes_of(problem: BlockAttention, config: Mapping[str, int], walk: Wa
     depth = p.padded_depth + p.padded_v_depth
     tiles = itemsize * (side * walk.kept + stages * walked * depth)
     words = 4 * stages * side * (walked // 32)
-    added = stages * side * walked * getattr(torch, p.added).itemsize if p.added else 0
+    added = stages * side * walked * p.added_bytes
     numbers = 8 * stages * walked if walk.by_key else 0
     # scores whose rows are not a warp's own go through shared memory on their way to a product
     turned = itemsize * side * walked if 16 * config["warps"] > side and (itemsize == 2 or side >= 64) else 0

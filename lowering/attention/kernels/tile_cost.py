@@ -13,6 +13,8 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes
 _batch, _heads, _depth, _v_depth, _itemsize = sizes("batch heads padded_depth padded_v_depth itemsize")
 _bm, _bn, _warps, _stages, _processors, _shared = sizes("BM BN warps stages processors shared")
 _half, _tf32, _tile_tf32x3, _dropped, _single = sizes("half tf32 tile_tf32x3 dropped single")
+ADDED_BYTES = sizes("added_bytes")[0]
+"""Of a number that is added to a score; 0 without one."""
 
 _RATE = sympy.Piecewise(
     (1.0 * _half, sympy.Eq(_itemsize, 2)), (1.0 * _tf32, sympy.Eq(_single, 1)), (_tile_tf32x3 * _tf32, True)
@@ -33,7 +35,7 @@ _BYTE = 2.1e-11
 
 def cost_by_tiles(
     programs: sympy.Expr, steps: sympy.Expr, products: sympy.Expr, walked: sympy.Expr, kept: sympy.Expr,
-    kept_depth: sympy.Expr, sums: sympy.Expr, scores: sympy.Expr,
+    kept_depth: sympy.Expr, sums: sympy.Expr, scores: sympy.Expr, beside: sympy.Expr = ADDED_BYTES,
 ) -> Cost:  # fmt: skip
     """The cost of a launch.
 
@@ -45,6 +47,7 @@ def cost_by_tiles(
         kept_depth: numbers of a row that stay in shared memory.
         sums: numbers of a row that stay in registers.
         scores: matrices (BM, BN) that are alive at once, about.
+        beside: bytes that are read of a pair in each step.
     """
     numbers = (kept * sums + scores * _bm * _bn) / (32 * _warps)
     registers = sympy.ceiling(sympy.Min(255, 36 + 1.4 * numbers) / 8) * 8
@@ -54,7 +57,7 @@ def cost_by_tiles(
     total = programs * _batch * _heads / _processors
     resident = sympy.Max(1, sympy.Min(resident, total))
     compute = spilled * _bm * _bn * (2 * products / _RATE + _PAIR + _DRAWN * _dropped)
-    load = walked * (_depth + _v_depth) * _itemsize * _BYTE
+    load = (walked * (_depth + _v_depth) * _itemsize + _bm * _bn * beside) * _BYTE
     # what a processor does, what its programs wait for, and what it reads overlap, if not wholly
     waited = (steps * (compute + 2 * _STEP / sympy.Min(_stages, 3)) + _PROGRAM) / resident
     program = sympy.sqrt(sympy.sqrt((steps * compute) ** 4 + waited**4 + (steps * load) ** 4))
