@@ -15,7 +15,7 @@ from sparsecomp.attention import LocalWindow, attention
 from sparsecomp.errors import MaskError
 from sparsecomp.lowering.attention import block_attention as lowered
 from sparsecomp.lowering.attention import block_attention_gradients as lowered_gradients
-from sparsecomp.lowering.attention.added_gradient import ATTENTION_BY_ADDED, AddedGradient, _representative
+from sparsecomp.lowering.attention.added_gradient import ATTENTION_BY_ADDED, AddedGradient
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.reference.attention.block_attention import Scoring
 from sparsecomp.reference.attention.scan import scanned
@@ -151,12 +151,12 @@ def test_kernels_beside_float64(name: str, dtype: torch.dtype, device: str) -> N
 def test_windows_of_many_sequences(device: str) -> None:
     """One short mask for many: sums are in parts, and two calls give the same bits."""
     random = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(40, 2, 20, 8, generator=random).to(device).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(12, 2, 20, 8, generator=random).to(device).requires_grad_() for _ in range(3))
     added = torch.randn(1, 2, 20, 20, generator=random).to(device).requires_grad_()
-    problem = _problem("float32", (40, 2, 20, 20), (1, 2, 20, 20))
+    problem = _problem("float32", (12, 2, 20, 20), (1, 2, 20, 20))
     assert problem.sums > 1
     blocks = [one.to(device) for one in scanned(added.detach().cpu(), 20, 20, (64, 64), True)[4:]]
-    scoring, out, sums = Scoring(0.3, added=added.detach()), torch.empty_like(q), torch.empty(40, 2, 20, device=device)
+    scoring, out, sums = Scoring(0.3, added=added.detach()), torch.empty_like(q), torch.empty(12, 2, 20, device=device)
     q, k, v = (one.detach() for one in (q, k, v))
     lowered.block_attention(q, k, v, blocks, scoring, out, sums)
     results = []
@@ -187,7 +187,7 @@ def _problem(
         **dict.fromkeys(("capped", "biased", "added", "dropped"), 1),
         **dict(zip(("added_batch", "added_heads", "added_rows"), map(int, apart), strict=False)),
     }  # fmt: skip
-    return _representative(KernelSignature(
+    return ATTENTION_BY_ADDED.representative(KernelSignature(
         "attention_by_added", device, dtypes=(dtype,), sizes=tuple(given.items()), parameters=tuple(parameters.items())
     ))  # fmt: skip
 
@@ -220,11 +220,8 @@ def test_kernels_compile_and_fit_in_shared_memory(capability: int) -> None:
              ("float16", "fp16", 256)]  # fmt: skip
     printed = compile_in_subprocess(
         f"""
-        import sys
-        sys.path.insert(0, {str(__file__.rsplit("/", 2)[0])!r})
-        sys.path.insert(0, {str(__file__.rsplit("/", 1)[0])!r})
-        from sparsecomp.lowering.attention.added_gradient import ATTENTION_BY_ADDED, _representative
-        from sparsecomp.lowering.attention.kernels.attention_by_added import shared_bytes_of
+        from sparsecomp.lowering.attention.added_gradient import ATTENTION_BY_ADDED
+        from sparsecomp.lowering.attention.kernels.attention_by_added import shared_of_added
         from sparsecomp.lowering.cache.signature import Device, KernelSignature
         device = Device("card", "{capability / 10}", "3.6.0")
         own = dict(logsumexp_ptr="*fp32", delta_ptr="*fp32", alibi_ptr="*fp32", added_ptr="*fp32", seed_ptr="*i64",
@@ -234,10 +231,10 @@ def test_kernels_compile_and_fit_in_shared_memory(capability: int) -> None:
             sizes = dict(batch=2, heads=2, q_len=512, k_len=512, width=4, k_width=4)
             given = dict(group=1, depth=depth, v_depth=depth, block_q=64, block_k=64, capped=1, biased=1, added=1)
             given |= dict(dropped=1, added_batch=0, added_heads=1, added_rows=1)
-            problem = _representative(KernelSignature(
+            problem = ATTENTION_BY_ADDED.representative(KernelSignature(
                 "", device, dtypes=(dtype,), sizes=tuple(sizes.items()), parameters=tuple(given.items())))
             most = max(ATTENTION_BY_ADDED.candidates(problem, device),
-                       key=lambda one: shared_bytes_of(problem, one.config))
+                       key=lambda one: shared_of_added(problem, one.config))
             made = most.template.prepare(problem, most.config)
             for launch in [step.launch for step in made.steps]:
                 fixed = dict(launch.named)
@@ -245,8 +242,8 @@ def test_kernels_compile_and_fit_in_shared_memory(capability: int) -> None:
                 types = {{n: own.get(n, "*" + short if n.endswith("_ptr") else "i32") for n in launch.kernel.arg_names}}
                 rows = [n for n in launch.kernel.arg_names if n.endswith(("_row", "_head", "_batch"))]
                 built = build(launch.kernel, types, fixed, {capability}, whole=rows, **options)
-                fits = built.metadata.shared <= shared_bytes_of(problem, most.config)
-                print(fits, dtype, depth, most.config, built.metadata.shared, shared_bytes_of(problem, most.config))
+                fits = built.metadata.shared <= shared_of_added(problem, most.config)
+                print(fits, dtype, depth, most.config, built.metadata.shared, shared_of_added(problem, most.config))
         """
     )
     assert printed.count("True") == 2 * len(kinds), printed

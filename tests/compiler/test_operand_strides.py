@@ -390,7 +390,7 @@ def _block_attention_gradients():
     *operands, lists, scale, softcap, alibi, added, seed, kept = _block_attention()
     scoring = scale, softcap, alibi, added, seed, kept
     found = OPS.block_attention(*operands, lists, *scoring)
-    return torch.randn(2, 4, 5, 6), *operands, *found, torch.randn(2, 4, 5), lists, *scoring
+    return torch.randn(2, 4, 5, 6), *operands, *found, torch.randn(2, 4, 5), lists, *scoring, False, 0, True
 
 
 @example("decode_attention", "decode_attention paged")

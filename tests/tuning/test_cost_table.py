@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparsecomp.lowering.attention.added_gradient import AddedGradient
 from sparsecomp.lowering.attention.decode_attention import DecodeAttention
 from sparsecomp.lowering.attention.document_lists import DocumentLists
 from sparsecomp.lowering.attention.element_attention import ElementAttention
@@ -360,6 +361,14 @@ ATTENTIONS = [
                    kept=50_000),
 ]  # fmt: skip
 
+# a bias of each head, one of short windows of many sequences, and one by keys
+BIASES = [
+    AddedGradient(*ATTENTIONS[0])._replace(added="bfloat16", added_sizes=(1, 16, 4096, 4096)),
+    AddedGradient(2048, 4, 1, 49, 49, 32, 32, 64, 64, 1, 1, False, True, "float16", 0.1, (), added="float16",
+                  added_sizes=(1, 4, 49, 49)),
+    AddedGradient(*ATTENTIONS[2])._replace(added="float32", added_sizes=(2, 4, 1, 77)),
+]  # fmt: skip
+
 # one pair of a hundred and one of twenty, by heads; small heads in groups
 ELEMENTS = [
     ElementAttention(4, 16, 1, 4096, 4096, 64, 64, 167_772, False, False, "bfloat16", 0.1, ()),
@@ -373,6 +382,7 @@ PROBLEMS: dict[str, list[Any]] = {
     "spike_attention": [
         BlockAttention(8, 8, 1, 1024, 1024, 64, 64, 64, 64, 3, 3, False, False, "float16", 0.125, (), result="float32"),
         ATTENTIONS[2]],
+    "attention_by_added": BIASES,
     "decode_attention": [
         DecodeAttention(16, 8, 4, 1, 65536, 0, 0, 0, 128, 128, (), "bfloat16", 0.1, 4095, 0),
         DecodeAttention(1, 2, 16, 8, 4096, 16, 300, 256, 96, 40, (), "float16", 0.1, -1, 0),

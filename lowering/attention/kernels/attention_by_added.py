@@ -180,10 +180,10 @@ def _space(problem: AddedGradient, device: Device) -> list[Config]:
     height, width = problem.sides
     found = [Config(BM=height, BN=width, registers=0, warps=warps, stages=stages)
              for warps in (4, 8) for stages in (1, 2, 3)]  # fmt: skip
-    return [one for one in found if fits_shared(shared_bytes_of(problem, one), device)]
+    return [one for one in found if fits_shared(shared_of_added(problem, one), device)]
 
 
-def shared_bytes_of(problem: AddedGradient, config: Config) -> int:
+def shared_of_added(problem: AddedGradient, config: Config) -> int:
     """Shared memory of a configuration, or somewhat more."""
     p, half = problem, problem.dtype != "float32"
     tiles = sum(p.sides) * (p.padded_depth + p.padded_v_depth) * (2 if half else 4)

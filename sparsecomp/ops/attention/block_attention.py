@@ -211,7 +211,7 @@ def _gradients(grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, *how):
     given = grad, q, k, v, out, logsumexp, grad_logsumexp, blocks, scoring
     with without_autocast(q):
         right = reference.gradients(*given)
-        by_added = reference.added_gradient(*given) if wants else found[3]
+        by_added = reference.gradient_by_added(*given) if wants else found[3]
     found = tuple(one.copy_(other) for one, other in zip(found, (*right, by_added), strict=True))
     return _marked_gradients(found, logsumexp, k.shape[1], scoring)
 

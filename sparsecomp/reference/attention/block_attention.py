@@ -150,7 +150,7 @@ def gradients(
     return gradients_by_lists(by_query, by_key, operands, grad_logsumexp, (blocks[:5], blocks[5:]), scoring)
 
 
-def added_gradient(
+def gradient_by_added(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
     blocks: Sequence[Tensor], scoring: Scoring,
 ) -> Tensor:  # fmt: skip
