@@ -148,3 +148,17 @@ def test_blocks_are_those_by_which_an_h200_was_faster(row: dict, trained: bool) 
     side = of_faster_block(narrow, lambda: wide, depth, torch.bfloat16, trained).block_q
     ms = {one: row["ms"][f"ours {one}x{one}, {'both' if trained else 'forward'}"] for one in (64, 128)}
     assert ms[side] <= (1.08 if lengths[0] > 100_000 else 1.0) * min(ms.values())
+
+
+BESIDE_FLEX = [row for name in ("attention", "attention_long", "attention_packed") for row in measured(name)
+               if any(key.startswith("flex") for key in row["ms"])]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", BESIDE_FLEX, ids=lambda row: f"{row['case']} {row.get('sizes', [0] * 4)[3]}")
+def test_flex_attention_was_faster_on_random_blocks_alone(row: dict) -> None:
+    """So it is none of the ways that are chosen among (docs/attention.md); by which of our blocks is an estimate's."""
+    for what in ("forward", "both"):
+        flex, ours = ([ms for key, ms in row["ms"].items() if key.startswith(who) and f", {what}" in key]
+                      for who in ("flex", "ours"))  # fmt: skip
+        if flex:
+            assert min(ours) <= (1.1 if row["case"].startswith("mask, ") else 1.0) * min(flex)
