@@ -18,6 +18,7 @@ from sparsecomp.reference.attention.decode_attention import (
 )
 from sparsecomp.reference.attention.scores import Scores
 
+_ADDED = ("", "float32", "float16", "bfloat16")
 _SIZES = ("batch", "kv_heads", "seen")
 _PARAMETERS = ("group", "rows", "page", "depth", "v_depth")
 
@@ -35,6 +36,7 @@ class DecodeAttention(NamedTuple):
         dtype: of all dense operands but the logsumexp.
         window: keys before a query's own that it sees, -1 for all; by a mask, what one is thought to keep besides one.
         kept: strides of a mask by batch, head, query and key; none without a mask.
+        added: dtype of a mask of numbers that are added to scores; empty for one of booleans.
     """
 
     batch: int
@@ -55,6 +57,7 @@ class DecodeAttention(NamedTuple):
     softcap: float = 0.0
     biased: bool = False
     kept: tuple[int, ...] = ()
+    added: str = ""
 
     @property
     def seen(self) -> int:
@@ -88,14 +91,14 @@ def decode_attention(
     Args:
         q, k, v: float16, bfloat16 or float32; none is empty.
         lengths, table: int32; with a mask, `lengths` is (batch, 2): the first key and the one behind the last.
-        kept: a mask (batch or 1, heads or 1, rows or 1, capacity) of bool.
+        kept: a mask (batch or 1, heads or 1, rows or 1, capacity) of bool, or of numbers that are added to scores.
     """
     q, k, v = map(rows_innermost, (q, k, v))
     table = table if table is None or table.stride(1) == 1 else table.contiguous()
     alibi = None if scores.alibi is None else scores.alibi.contiguous()
     problem = problem_of(q, k, v, table, sight, scores, kept)
-    bytes_of = None if kept is None else kept.view(torch.uint8)
-    dispatch.launch(DECODE_ATTENTION, problem, q, k, v, lengths.contiguous(), table, alibi, bytes_of, out, logsumexp)
+    mask = kept.view(torch.uint8) if kept is not None and kept.dtype is torch.bool else kept
+    dispatch.launch(DECODE_ATTENTION, problem, q, k, v, lengths.contiguous(), table, alibi, mask, out, logsumexp)
 
 
 def problem_of(
@@ -108,6 +111,7 @@ def problem_of(
         k.shape[2] if table is None else page * table.shape[1], page, pages, row, q.shape[3], v.shape[3],
         tuple(HeadStrides(*one.stride()[:3]) for one in (q, k, v)), dtype_name(q), scores.scale, *sight,
         scores.softcap, scores.alibi is not None, () if kept is None else steps_of(kept),
+        "" if kept is None or kept.dtype is torch.bool else dtype_name(kept),
     )  # fmt: skip
 
 
@@ -122,7 +126,8 @@ def _signature(problem: DecodeAttention, device: Device) -> KernelSignature:
         sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
                     ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
-                    ("masked", int(bool(problem.kept)))),
+                    ("masked", int(bool(problem.kept))),
+                    *((("added", _ADDED.index(problem.added)),) if problem.added else ())),
     )  # fmt: skip
 
 
@@ -139,7 +144,7 @@ def _representative(signature: KernelSignature) -> DecodeAttention:
     return DecodeAttention(
         batch, heads, given["group"], rows, capacity, page, pages, each, given["depth"], given["v_depth"], strides,
         signature.dtypes[0], given["depth"] ** -0.5, seen - rows, 0, 20.0 * given["capped"], bool(given["biased"]),
-        (0, 0, 0, 1) if given["masked"] else (),
+        (0, 0, 0, 1) if given["masked"] else (), _ADDED[given.get("added", 0)],
     )  # fmt: skip
 
 
@@ -159,7 +164,10 @@ def _operands(problem: DecodeAttention, device: torch.device, seed: int) -> tupl
     if p.kept:
         behind = lengths.long()[0]
         place = torch.arange(p.capacity, device=device)
-        kept = ((place < behind) & (place >= behind - p.seen))[None, None, None].view(torch.uint8)
+        kept = ((place < behind) & (place >= behind - p.seen))[None, None, None]
+        if p.added:
+            kept = (place % 7 * 0.25).to(getattr(torch, p.added)).where(kept, -math.inf)
+        kept = kept if p.added else kept.view(torch.uint8)
         lengths = torch.stack([(lengths[0] - p.seen).clamp(min=0), lengths[0]]).expand(p.batch, 2).contiguous()
     out = torch.full((*q.shape[:3], p.v_depth), math.nan, dtype=q.dtype, device=device)
     return q, k, v, lengths, table, alibi, kept, out, torch.full(q.shape[:3], math.nan, device=device)
@@ -174,7 +182,7 @@ def _reference(problem: DecodeAttention, operands: tuple[Tensor | None, ...]) ->
         sight = Sight(problem.window, problem.sinks)
         out, logsumexp = decode_attention_reference(*given, lengths, table, sight, scores)
     else:
-        out, logsumexp = masked_decode_reference(*given, kept.bool(), lengths, scores)
+        out, logsumexp = masked_decode_reference(*given, kept if problem.added else kept.bool(), lengths, scores)
     # a norm of infinities says nothing
     return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
 

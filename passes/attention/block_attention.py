@@ -23,6 +23,7 @@ from sparsecomp.ops.attention.operands import place_of
 from sparsecomp.passes.attention.data_mask import DataMask, data_mask
 from sparsecomp.passes.attention.example_numbers import example_numbers
 from sparsecomp.passes.attention.found import site_at
+from sparsecomp.passes.attention.kept import numbers_as_added
 from sparsecomp.passes.attention.mask import KnownMask, known_mask
 from sparsecomp.passes.attention.mask_of_numbers import is_mask_of_numbers
 from sparsecomp.passes.attention.place import in_place, may_be_trained, unfit
@@ -104,7 +105,7 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
         return Refusal(Why.GATE, {"detail": f"{described}{advice}; {decision.reason}"}, decision.estimate)
 
     def build() -> Mapping[fx.Node, fx.Node]:
-        lists, added = (mask._replace(node=_as_added(site)) if mask.use == "add" else mask).build(site.result)
+        lists, added = (mask._replace(node=numbers_as_added(site)) if mask.use == "add" else mask).build(site.result)
         if added is not None and work.trained:
             added = call(added.graph, site.result, torch.ops.sparsecomp.levelled_mask.default, added)
         return _built(site, ctx, lists, added)
@@ -127,17 +128,6 @@ def _of_bias(site: AttentionSite, mask: DataMask, ctx: Context) -> dict[str, Any
     example = example_of(mask.node)
     trained = may_be_trained(site, ctx) and example.requires_grad
     return {"added": name_of(example.dtype), "bias": mask.sizes if trained else None}
-
-
-def _as_added(site: AttentionSite) -> fx.Node:
-    """The mask, in the dtype that its numbers are rounded to where they are added: under autocast, or by a sum in
-    place, they may become -inf."""
-    mask, given, sums = site.mask, example_of(site.mask.node), example_of(site.mask.reader).dtype
-    if mask.use != "add" or sums.itemsize >= given.dtype.itemsize:
-        return mask.node
-    rounded = cast(mask.node, sums, site.result)
-    rounded.meta["example_value"] = given.to(sums)
-    return rounded
 
 
 def _provided(site: AttentionSite) -> str:

@@ -50,7 +50,7 @@ def _judged(site: AttentionSite, ctx: Context) -> Plan | Refusal:
     (key, of_key), (value, of_value) = (unrepeated(one, site.result, ctx) for one in (site.key, site.value))
     if key.shape[1] != value.shape[1]:
         (key, of_key), (value, of_value) = (site.key, ()), (site.value, ())
-    width = None if mask.drops else width_of(mask.node)
+    width = None if mask.drops or mask.added is not None else width_of(mask.node)
     work = _work(site, mask, key, len([one for one in (of_key, of_value) if one]), width, ctx)
     decision = decide_cached(work)
     told = "" if width is None else f", at most {width} of a query"
@@ -121,7 +121,7 @@ def _built(site: AttentionSite, mask: KeptMask, key: View, value: View, width: i
         torch.ops.sparsecomp.masked_decode.default, q, k, v, read.kept, read.ranges, most, site.scale, site.softcap
     )  # fmt: skip
     result = then(operator.getitem, both, 0)
-    if site.gives_nan and read.empty is None:
+    if site.gives_nan and (read.empty is None or mask.added is not None):
         nothing = then(Tensor.unsqueeze, then(Tensor.eq, then(operator.getitem, both, 1), -math.inf), -1)
         result = then(Tensor.masked_fill, result, nothing, math.nan)
     lying = torch.empty((*site.query.shape[:3], site.value.shape[3]), device="meta")

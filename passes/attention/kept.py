@@ -1,9 +1,12 @@
 """The mask of an attention over a cache, for an operator that walks from the first key that is kept to the last.
 
-It is a mask of booleans, or of numbers that are chosen by one, such as 0 and -inf. Whatever it is computed of, it is
-read as it is in each call. Where the keys are that it keeps is found once for all layers that read it.
+It is a mask of booleans, or of numbers that are chosen by one, such as 0 and -inf, or of any numbers that are added.
+Whatever it is computed of, it is read as it is in each call. Where the keys are that it keeps is found once for all
+layers that read it.
 """
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,12 +14,14 @@ import torch
 from torch import Tensor, fx
 
 import sparsecomp.ops.attention.masked_decode  # noqa: F401  (registers the operator)
-from sparsecomp.passes.attention.site import AttentionSite, mask_steps, viewed
+from sparsecomp.passes.attention.site import AttentionSite, Mask, mask_steps, viewed
 from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Refusal, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.operand import cast
 from sparsecomp.reference.attention.blocks import SURELY_ZERO
+from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _NOT = ("bitwise_not", "logical_not")
 _KEY = "sparsecomp_kept"
@@ -27,7 +32,7 @@ class Read(NamedTuple):
     """Nodes that an operator reads of a mask.
 
     Attributes:
-        kept: (batch or 1, heads or 1, queries or 1, keys) bool.
+        kept: (batch or 1, heads or 1, queries or 1, keys) bool, or numbers that are added, -inf of what is dropped.
         ranges: as of `sparsecomp.ops.attention.masked_decode.kept_range`.
         empty: (…, 1), where a query keeps nothing and then weighs all keys alike; None if it gives zeros.
     """
@@ -38,15 +43,17 @@ class Read(NamedTuple):
 
 
 class KeptMask(NamedTuple):
-    """A mask of booleans behind that of a site.
+    """The mask of a site, or one of booleans behind it.
 
     Attributes:
         node: the mask.
-        drops: True where a pair is dropped.
-        least: dropped scores become a finite number, by which a query that keeps nothing weighs all keys alike.
+        drops: of booleans: True where a pair is dropped.
+        least: of booleans: dropped scores become a finite number, by which a query that keeps nothing weighs all keys
+            alike.
         dims: of the scores.
         sizes: batch and keys.
         shared: nothing in the graph writes to it, so that what is found of it holds for all that read it.
+        added: it is of numbers that are added, in this dtype; None of booleans.
     """
 
     node: fx.Node
@@ -55,6 +62,7 @@ class KeptMask(NamedTuple):
     dims: int
     sizes: tuple[int, int]
     shared: bool
+    added: torch.dtype | None = None
 
     @property
     def readers(self) -> int:
@@ -65,7 +73,7 @@ class KeptMask(NamedTuple):
 
     def build(self, like: fx.Node) -> Read:
         """What is read of it, by nodes that are there for a layer before, or new ones."""
-        name = f"{_spelled(self.node)} {self.drops} {self.least} {self.dims} {self.sizes}"
+        name = f"{_spelled(self.node)} {self.drops} {self.least} {self.dims} {self.sizes} {self.added}"
         before = self._made(name, like) if self.shared else {}
         read = self._read(like) if not before else Read(before["kept"], before["ranges"], before.get("empty"))
         if self.shared and not before:
@@ -92,9 +100,15 @@ class KeptMask(NamedTuple):
             return call(like.graph, like, target, *args)
 
         kept = then(Tensor.logical_not, self.node) if self.drops else self.node
+        kept = kept if self.added is None else _cast_to(kept, self.added, like)
         kept = viewed(kept, mask_steps(example_of(self.node).dim(), self.dims), like)
         kept = then(Tensor.expand, kept, -1, -1, -1, keys)
         empty = None
+        if self.added is not None:
+            both = then(torch.ops.sparsecomp.seen_numbers.default, kept)
+            kept, empty = (then(operator.getitem, both, place) for place in range(2))
+            seen = then(Tensor.ne, kept, -math.inf)
+            return Read(kept, then(torch.ops.sparsecomp.kept_range.default, seen, batch), empty)
         if self.least:
             empty = then(Tensor.logical_not, then(Tensor.any, kept, -1, True))
             kept = then(Tensor.logical_or, kept, empty)
@@ -113,13 +127,13 @@ def _spelled(node: fx.Node) -> str:
 
 
 def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
-    """The mask of booleans behind that of a site."""
+    """The mask of a site: of booleans, if there is one behind it."""
     mask, out, unchanged = site.mask, example_of(site.result), ctx.analysis.unchanged
     node, drops, since, fill = mask.node, mask.use == "drop", mask.reader, mask.fill
     if mask.use == "add":
         found = chosen_by_booleans(mask.node, ctx)
-        if found is None:
-            return _as_written("its mask adds numbers that no mask of booleans in the graph chooses")
+        if found is None or (mask.scale == 1 and as_added(found[2], site) > SURELY_ZERO):
+            return _kept_numbers(site, ctx)
         node, drops, fill, since = found
         if not all(unchanged(one, one, mask.reader) for one in (mask.node, since)):
             return _as_written("its mask is written to before it is added")
@@ -141,6 +155,39 @@ def kept_mask(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
         return _as_written(f"scores that it drops become {fill:g} or less by that, which is no -inf")
     sizes = (site.query.shape[0], site.key.shape[2])
     return KeptMask(node, drops, fill > -torch.inf, site.dims, sizes, is_kept(node, ctx))
+
+
+def _kept_numbers(site: AttentionSite, ctx: Context) -> KeptMask | Refusal:
+    mask, out, example = site.mask, example_of(site.result), example_of(site.mask.node)
+    if example.device != out.device:
+        return _as_written(f"its mask is on {example.device}, not {out.device}")
+    if example.dtype not in KERNEL_DTYPES or mask.scale != 1:
+        return _as_written(f"its mask adds numbers of {example.dtype}, times {mask.scale:g}")
+    if mask.reader is not site.result and not ctx.analysis.unchanged(mask.node, mask.reader, site.result):
+        return _as_written("its mask is written to before the result is complete")
+    sizes = (site.query.shape[0], site.key.shape[2])
+    return KeptMask(mask.node, False, False, site.dims, sizes, is_kept(mask.node, ctx), _dtype_as_added(mask))
+
+
+def _dtype_as_added(mask: Mask) -> torch.dtype:
+    """That numbers of a mask are rounded to where they are added: under autocast, or by a sum in place, they may become
+    -inf."""
+    given, sums = example_of(mask.node).dtype, example_of(mask.reader).dtype
+    return sums if sums.itemsize < given.itemsize else given
+
+
+def _cast_to(node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+    given = example_of(node)
+    if dtype is given.dtype:
+        return node
+    rounded = cast(node, dtype, like)
+    rounded.meta["example_value"] = given.to(dtype)
+    return rounded
+
+
+def numbers_as_added(site: AttentionSite) -> fx.Node:
+    """The mask of a site, of numbers in the dtype that they are rounded to where they are added."""
+    return _cast_to(site.mask.node, _dtype_as_added(site.mask), site.result)
 
 
 def as_added(number: float, site: AttentionSite) -> float:

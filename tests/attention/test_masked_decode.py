@@ -113,6 +113,48 @@ def test_kernels_beside_float64(dtype: torch.dtype, sizes: tuple[int, ...], name
         assert torch.equal(sums == -torch.inf, ~mask.expand(*q.shape[:3], k.shape[2]).any(-1))
 
 
+def numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Slopes along the keys, -inf where a query does not see one."""
+    slope = torch.arange(mask.shape[3], device=mask.device) % 9 * 0.25
+    return torch.where(mask, slope, -torch.inf).to(dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", MASKS)
+def test_numbers_that_are_added(name: str, device: str) -> None:
+    for dtype in TOLERANCE:
+        q, k, v, mask = operands(SIZES[1], name, dtype, device)
+        added = numbers(mask, dtype)
+        out, _ = masked_decode_attention(q, k, v, added)
+        right = expected(q, k, v, added.double())
+        assert_near(out, right.nan_to_num())
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("name", ["scattered", "window"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_that_add_numbers_beside_float64(dtype: torch.dtype, name: str, device: str) -> None:
+    from sparsecomp.lowering.attention.decode_attention import decode_attention
+
+    q, k, v, mask = operands(SIZES[0], name, dtype, device)
+    added = numbers(mask, torch.float32)
+    out, sums = torch.full_like(q, torch.nan).contiguous(), torch.full(q.shape[:3], torch.nan, device=device)
+    ranges, scores = kept_range(mask, len(q)), Scores(q.shape[3] ** -0.5)
+    decode_attention(q, k, v, ranges, None, Sight(-1, 0), scores, out, sums, added)
+    assert_near(out, expected(q, k, v, added.double()).nan_to_num())
+    assert torch.equal(sums == -torch.inf, ~mask.expand(*q.shape[:3], k.shape[2]).any(-1))
+
+
+def test_numbers_beside_which_nothing_is_left_of_scores() -> None:
+    """A query of which all numbers are the least weighs alike what has the greatest of them, and -inf is never seen."""
+    least = torch.finfo(torch.float32).min
+    low = -torch.inf
+    added = torch.tensor([[0.5, least, low], [least, low, least], [low] * 3, [-1e30, least, least]])
+    seen, alike = torch.ops.sparsecomp.seen_numbers.default(added[None, None])
+    assert seen[0, 0].tolist() == [[0.5, low, low], [0, low, 0], [low] * 3, [0, low, low]]
+    assert alike[0, 0, :, 0].tolist() == [False, True, False, True]
+
+
 def test_ranges() -> None:
     mask = torch.zeros(3, 2, 2, 10, dtype=torch.bool)
     mask[0, 1, 0, 4], mask[0, 0, 1, 7], mask[2, :, :, 9] = True, True, True
@@ -124,7 +166,7 @@ def test_ranges() -> None:
 def test_what_is_no_mask_is_refused() -> None:
     q, k, v, mask = operands(SIZES[1], "scattered", torch.float32, "cpu")
     for given, how, why in [
-        ((q, k, v, mask.float()), {}, "torch.bool"),
+        ((q, k, v, mask.int()), {}, "torch.bool"),
         ((q, k, v, mask[0]), {}, "kept is"),
         ((q, k, v, mask[..., :7]), {}, "kept is"),
         ((q, k, v, mask[:, :3]), {}, "kept is"),
@@ -145,8 +187,10 @@ def test_what_is_no_mask_is_refused() -> None:
 def test_the_registered_operators() -> None:
     q, k, v, mask = operands(SIZES[0], "scattered", torch.float64, "cpu")
     torch.library.opcheck(torch.ops.sparsecomp.kept_range.default, (mask, 3))
-    given = (q, k.nan_to_num(), v.nan_to_num(), mask, kept_range(mask, 3), -1, 0.3, 0.0)
-    torch.library.opcheck(torch.ops.sparsecomp.masked_decode.default, given)
+    for one in (mask, numbers(mask, torch.float64)):
+        given = (q, k.nan_to_num(), v.nan_to_num(), one, kept_range(mask, 3), -1, 0.3, 0.0)
+        torch.library.opcheck(torch.ops.sparsecomp.masked_decode.default, given)
+    torch.library.opcheck(torch.ops.sparsecomp.seen_numbers.default, (numbers(mask, torch.float32),))
 
 
 @pytest.mark.slow(reason="compiles the kernel for two targets")
@@ -162,11 +206,14 @@ def test_kernels_compile_and_fit_in_shared_memory(capability: int, dtype: str) -
         own = dict(lengths_ptr="*i32", table_ptr="*i32", alibi_ptr="*fp32", kept_ptr="*u8", out_ptr="*fp32",
                    logsumexp_ptr="*fp32", scale="fp32", cap="fp32")
         short = {{"bfloat16": "bf16", "float32": "fp32"}}["{dtype}"]
-        for depth, rows, masked in ((128, 1, 1), (64, 8, 2)):
+        for depth, rows, masked, added in ((128, 1, 1, 0), (64, 8, 2, 0), (128, 1, 1, 1), (64, 8, 2, 1)):
+            own["kept_ptr"] = "*fp32" if added else "*u8"
             given = dict(group=4, rows=rows, page=0, depth=depth, v_depth=depth, capped=0, biased=0, masked=1)
+            given |= dict(added=1) if added else dict()
             problem = DECODE_ATTENTION.representative(KernelSignature(
                 "", device, dtypes=("{dtype}",), sizes=(("batch", 4), ("kv_heads", 2), ("seen", 4096)),
                 parameters=tuple(given.items())))
+            problem = problem._replace(kept=(0, 1, 1, 1) if masked == 2 else problem.kept)
             candidates = [one for one in DECODE_ATTENTION.candidates(problem, device)
                           if one.config["parts"] == 4 and one.config["stages"] > 1]
             most = max(candidates, key=lambda one: shared_of_parts(problem, one.config))
@@ -182,7 +229,7 @@ def test_kernels_compile_and_fit_in_shared_memory(capability: int, dtype: str) -
             print("tensor cores:", "mma.sync" in built.asm["ptx"] or "wgmma" in built.asm["ptx"])
         """
     )
-    assert printed.count("tensor cores: True") == 2 and "False" not in printed, printed
+    assert printed.count("tensor cores: True") == 4 and "False" not in printed, printed
 
 
 @pytest.mark.slow(reason="holds several configurations against float64")
@@ -193,9 +240,10 @@ def test_the_tuner_can_check_candidates(device: str) -> None:
     q, k, v, mask = operands(SIZES[0], "window", torch.float32, device)
     operation = lowered.DECODE_ATTENTION
     given = lowered.problem_of(q, k, v, None, Sight(30, 0), Scores(0.25), mask)
-    problem = operation.representative(operation.signature(given, device_of(place(device))))
-    assert problem.kept
-    check_candidates(operation, problem, device, 4)
+    for one in (given, given._replace(added="bfloat16")):
+        problem = operation.representative(operation.signature(one, device_of(place(device))))
+        assert problem.kept and problem.added == one.added
+        check_candidates(operation, problem, device, 4)
 
 
 @pytest.mark.gpu

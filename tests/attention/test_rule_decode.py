@@ -48,6 +48,10 @@ def of_infinities(mask: Tensor) -> Tensor:
     return torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
 
 
+def slope() -> Tensor:
+    return torch.arange(CAPACITY) * 0.1
+
+
 def by_hand(masked: Callable[[Tensor, Tensor], Tensor]) -> Attend:
     return lambda q, k, v, m: masked((q @ repeated(k).transpose(2, 3)) * 0.25, m).softmax(-1) @ repeated(v)
 
@@ -65,6 +69,12 @@ ATTENDS: dict[str, Attend] = {
     "least numbers": lambda q, k, v, m: F.scaled_dot_product_attention(
         q, repeated(k), repeated(v), torch.where(m, torch.tensor(0.0), LOWEST)
     ),
+    "other numbers": lambda q, k, v, m: F.scaled_dot_product_attention(
+        q, repeated(k), repeated(v), torch.where(m, slope(), -math.inf)
+    ),
+    "other numbers by hand": by_hand(lambda s, m: s + torch.where(m, slope(), -math.inf)),
+    "other numbers and the least": by_hand(lambda s, m: s + torch.where(m, slope(), LOWEST)),
+    "a small number": by_hand(lambda s, m: s + torch.where(m, 0.0, -1e9)),
     "filled": by_hand(lambda s, m: s.masked_fill(~m, -math.inf)),
     "filled with the least": by_hand(lambda s, m: s.masked_fill(m.logical_not(), LOWEST)),
     "chosen": by_hand(lambda s, m: torch.where(m, s, -math.inf)),
@@ -105,9 +115,13 @@ ATTENDS: dict[str, Attend] = {
 CACHED = {"repeated", "interleaved", "unsqueezed", "infinities", "least numbers", "filled", "added", "capped",
           "behind tokens", "behind tokens, interleaved"}  # fmt: skip
 """Some whose heads of keys are repeated."""
-NANS = {"filled", "chosen", "added", "capped", "einsums", "one for all heads by hand", "groups by hand",
-        "einsums of groups"}  # fmt: skip
+NANS = {"filled", "chosen", "other numbers by hand", "added", "capped", "einsums", "one for all heads by hand",
+        "groups by hand", "einsums of groups"}  # fmt: skip
 """By hand, with -inf."""
+
+
+OF_NUMBERS = {"other numbers", "other numbers by hand", "other numbers and the least", "a small number"}
+"""That are read themselves, and bound no window."""
 
 
 class Step(nn.Module):
@@ -144,7 +158,9 @@ def test_a_window_at_positions_that_the_device_knows(name: str, rows: int) -> No
     model, (q, k, v) = Step(ATTENDS[name], rows), operands(rows)
     found, seen, graph = judged(model, q, k, v, torch.tensor([30, 4]))
     assert seen.rewritten, seen.reason
-    assert f"at most {WINDOW} of a query" in seen.reason and f"{WINDOW + rows - 1} of {CAPACITY} keys" in seen.reason
+    most = CAPACITY if name in OF_NUMBERS else WINDOW + rows - 1
+    assert (f"at most {WINDOW} of a query" in seen.reason) == (name not in OF_NUMBERS)
+    assert f"{most} of {CAPACITY} keys" in seen.reason
     torch.testing.assert_close(found.double(), in_doubles(model, q, k, v, torch.tensor([30, 4])), atol=2e-6, rtol=1e-4)
     if name in CACHED:  # what repeated the heads is gone
         code = "".join(line.split("#")[0] for line in graph.splitlines())
@@ -252,10 +268,6 @@ def test_layers_share_what_is_found_of_a_mask_unless_it_is_written_to(change: Ca
     torch.testing.assert_close(found, model(*operands(), mask.clone(), at), atol=1e-5, rtol=1e-4)
 
 
-def biased(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, repeated(k), repeated(v), torch.where(mask, 0.5, -math.inf))
-
-
 def written_on_the_way(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     scores = (q @ repeated(k).mT).masked_fill(~mask, -math.inf)
     values = repeated(v)
@@ -312,7 +324,6 @@ def a_query_for_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 STAY: dict[str, tuple[Attend, str]] = {
-    "a bias": (biased, "no mask of booleans"),
     "its mask is broader": (a_query_for_many, "broader"),
     "a small number": (by_hand(lambda s, m: s.masked_fill(~m, -1e9)), "no -inf"),
     "shrunk afterwards": (by_hand(lambda s, m: (s * 1e30).masked_fill(~m, -1e30) * 1e-30), "no -inf"),
@@ -354,6 +365,18 @@ def test_what_is_written_to_meanwhile_is_not_read_instead(attend: Attend) -> Non
     mask = window(torch.tensor([30, 24]))
     found, _, _ = judged(attend, *operands(), mask)
     torch.testing.assert_close(found, attend(*operands(), mask), atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("number", [-math.inf, LOWEST, 0.0, 2.0])
+@pytest.mark.parametrize("attend", [ATTENDS["repeated"], by_hand(lambda s, m: s + m)])
+def test_numbers_that_are_an_input(attend: Attend, number: float) -> None:
+    """Of a mask of four dimensions, as transformers makes it; the first query of the first sequence sees nothing."""
+    mask = torch.zeros(2, 1, 3, CAPACITY).masked_fill(~window(torch.tensor([30, 24]), 3), number)
+    mask[0, :, 0] = number
+
+    found, seen, _ = judged(attend, *operands(3), mask)
+    assert seen.rewritten, seen.reason
+    torch.testing.assert_close(found, attend(*operands(3), mask), atol=2e-6, rtol=1e-4, equal_nan=True)
 
 
 def test_with_gradients_it_stays() -> None:

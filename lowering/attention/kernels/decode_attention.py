@@ -47,18 +47,27 @@ def pages_of(table_ptr, start, some, length, low, sinks, PAGE: tl.constexpr, BN:
 
 
 @triton.jit
+def load_mask(ptrs, inside, ADDED: tl.constexpr):
+    """A mask's numbers, or its bytes; what drops a pair where not `inside`."""
+    if ADDED:
+        return tl.load(ptrs, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.load(ptrs, mask=inside, other=0)
+
+
+@triton.jit
 def decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, lengths_ptr, table_ptr, alibi_ptr, kept_ptr, out_ptr, logsumexp_ptr, KV_HEADS, CAPACITY, PAGES,
     TABLE, scale, cap, window, sinks, q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, m_batch,
     m_head, m_row, m_key, parts,
     GROUP: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAPPED: tl.constexpr, BIASED: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, ADDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of BM queries of a group over one part of the keys: its result, and its logsumexp.
 
     MASKED: the lengths are pairs, of the first key that is kept and the one behind the last; 1 where the mask has one
-    row for all queries of a sequence, 2 where it may have others, 0 without one.
+    row for all queries of a sequence, 2 where it may have others, 0 without one. ADDED: it is of numbers that are added
+    to scores, -inf where a query does not see a key.
     """
     # all in the first size of a grid: the others have no room for the heads of a large batch
     part, of_group = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -123,10 +132,10 @@ def decode_parts_kernel(
         readable = inside[:, None]
         # a mask is read before the product, which then need not wait for it
         if MASKED == 1:
-            seen = (tl.load(kept_ptr + keys.to(tl.int64) * m_key, mask=inside, other=0) != 0)[None, :]
+            mask = load_mask(kept_ptr + keys.to(tl.int64) * m_key, inside, ADDED)[None, :]
         elif MASKED == 2:
             there = (query < QUERIES)[:, None] & inside[None, :]
-            seen = tl.load(kept_ptrs[:, None] + (keys.to(tl.int64) * m_key)[None, :], mask=there, other=0) != 0
+            mask = load_mask(kept_ptrs[:, None] + (keys.to(tl.int64) * m_key)[None, :], there, ADDED)
         else:
             seen = (keys[None, :] <= position[:, None]) & (
                 (keys[None, :] >= position[:, None] - window) | (keys[None, :] < sinks)
@@ -144,7 +153,12 @@ def decode_parts_kernel(
                 score = tl.where(known, score, float("nan"))
             else:
                 score = tl.where(known[None, :], score, float("nan"))
-        score = tl.where(seen, score, float("-inf"))
+        if ADDED:
+            score = tl.where(mask == float("-inf"), float("-inf"), score + mask * LOG2_E)
+        elif MASKED > 0:
+            score = tl.where(mask != 0, score, float("-inf"))
+        else:
+            score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         # no score yet but -inf: any finite number in its place gives weights of zero
         shift = tl.where(higher == float("-inf"), 0.0, higher)
@@ -206,6 +220,7 @@ def shared_of_parts(problem: DecodeAttention, config: Config) -> int:
     p, itemsize, side = problem, 4 if problem.dtype == "float32" else 2, _queries_of(problem)
     walked = itemsize * config["BN"] * (p.padded_depth + p.padded_v_depth)
     kept = itemsize * side * (p.padded_depth + config["BN"])
+    walked += side * config["BN"] * getattr(torch, p.added).itemsize if any(p.kept[1:3]) and p.added else 0
     return config["stages"] * walked + kept + 2048
 
 
@@ -223,7 +238,7 @@ def _prepare(problem: DecodeAttention, config: Config) -> Launches | Launch:
     fixed = {
         "GROUP": p.group, "ROWS": p.rows, "PAGE": p.page, "D": p.depth, "DV": p.v_depth, "BD": p.padded_depth,
         "BDV": p.padded_v_depth, "BM": side, "BN": config["BN"], "CAPPED": p.softcap > 0, "BIASED": p.biased,
-        "MASKED": (1 + any(p.kept[1:3])) if p.kept else 0, "PRECISION": precision(p.dtype),
+        "MASKED": (1 + any(p.kept[1:3])) if p.kept else 0, "ADDED": bool(p.added), "PRECISION": precision(p.dtype),
     }  # fmt: skip
     heads = p.batch * p.kv_heads
     attend = Launch(
@@ -262,7 +277,7 @@ _merged = sympy.Piecewise((0, sympy.Eq(_parts, 1)), (1, True))
 DECODE_ATTENTION = Template(
     name="decode_attention",
     op="decode_attention",
-    sources=(decode_parts_kernel, merge_parts_kernel, keys_read, pages_of, load_rows, shaped, dot),
+    sources=(decode_parts_kernel, merge_parts_kernel, keys_read, pages_of, load_mask, load_rows, shaped, dot),
     space=_space,
     cost=Cost(
         bytes=8 * _groups * _parts * _queries * _v_depth * _merged, launches=1 + _merged,

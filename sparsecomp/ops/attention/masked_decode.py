@@ -13,11 +13,17 @@ from sparsecomp.errors import FormatError
 from sparsecomp.ops.attention.decode_attention import MOST_KEYS, check_room, check_rows, decoded_places
 from sparsecomp.ops.attention.operands import check_attended, form_of, on_kernels, scale_of
 from sparsecomp.ops.library import TAGS, decompose, implement, library
-from sparsecomp.reference.attention.decode_attention import Sight, kept_range_reference, masked_decode_reference
+from sparsecomp.reference.attention.decode_attention import (
+    Sight,
+    kept_range_reference,
+    masked_decode_reference,
+    seen_numbers_reference,
+)
 from sparsecomp.reference.attention.scores import Scores
-from sparsecomp.reference.precision import without_autocast
+from sparsecomp.reference.precision import KERNEL_DTYPES, without_autocast
 
 library.define("kept_range(Tensor kept, int batch) -> Tensor", tags=TAGS)
+library.define("seen_numbers(Tensor added) -> (Tensor, Tensor)", tags=TAGS)
 library.define(
     "masked_decode(Tensor q, Tensor k, Tensor v, Tensor kept, Tensor ranges, int width, float scale, float softcap) -> "
     "(Tensor, Tensor)",
@@ -40,7 +46,8 @@ def masked_decode_attention(
         k: (batch, kv_heads, capacity, depth), where kv_heads divides heads: each serves so many heads in a row. Any
             strides.
         v: the same, with v_depth.
-        kept: (batch or 1, heads or 1, rows or 1, capacity or 1) bool, True where a query sees a key.
+        kept: (batch or 1, heads or 1, rows or 1, capacity or 1) bool, True where a query sees a key; or floating, of
+            numbers that are added to scores (after the cap), -inf where it does not.
         width: keys from the first to the last that is kept, if that is known; a kernel is chosen by it, and nothing
             else.
         scale: of the scores; 1 / sqrt(depth) if None.
@@ -58,7 +65,8 @@ def masked_decode_attention(
             "masked_decode_attention has no gradients: call it under torch.no_grad(), or detach its operands"
         )
     _check_mask(q, k, kept)
-    ranges = kept_range(kept.expand(-1, -1, -1, k.shape[2]), len(q))
+    seen = kept if kept.dtype is torch.bool else kept != -math.inf
+    ranges = kept_range(seen.expand(-1, -1, -1, k.shape[2]), len(q))
     width = -1 if width is None else width
     return torch.ops.sparsecomp.masked_decode.default(q, k, v, kept, ranges, width, scale_of(q, scale), float(softcap))
 
@@ -96,10 +104,10 @@ def _fake_range(kept: Tensor, batch: int) -> Tensor:
 def _check_mask(q: Tensor, k: Tensor, kept: Tensor) -> None:
     sizes = (*q.shape[:3], k.shape[2]) if q.dim() == k.dim() == 4 else ()
     fits = kept.dim() == len(sizes) and all(one in (1, size) for one, size in zip(kept.shape, sizes, strict=True))
-    if not fits or kept.dtype is not torch.bool:
+    if not fits or not (kept.dtype is torch.bool or kept.is_floating_point()):
         raise FormatError(
             f"kept is {form_of(kept)} beside q and k of {form_of(q)} and {form_of(k)}, needs (batch or 1, heads or 1,"
-            " rows or 1, capacity or 1) torch.bool"
+            " rows or 1, capacity or 1) torch.bool, or floating"
         )
 
 
@@ -130,7 +138,7 @@ def _decode(q, k, v, kept, ranges, width, scale, softcap):
 
 
 def _decode_cuda(q, k, v, kept, ranges, width, scale, softcap):
-    if not on_kernels(q, k, v):
+    if not on_kernels(q, k, v) or kept.dtype not in (torch.bool, *KERNEL_DTYPES):
         return _decode(q, k, v, kept, ranges, width, scale, softcap)
     _check(q, k, v, kept, ranges, width, scale, softcap)
     from sparsecomp.lowering.attention.decode_attention import decode_attention as lowered  # loads Triton
@@ -146,6 +154,8 @@ def _fake_decode(q, k, v, kept, ranges, width, scale, softcap):
     return decoded_places(q, v)
 
 
+implement("seen_numbers", seen_numbers_reference)
+decompose("seen_numbers", seen_numbers_reference)
 implement("kept_range", _range, fake=_fake_range)
 decompose("kept_range", kept_range_reference)
 implement("masked_decode", _decode, _decode_cuda, _fake_decode)

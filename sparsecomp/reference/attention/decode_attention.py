@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsecomp.reference.attention.blocks import SURELY_ZERO
+from sparsecomp.reference.attention.scan import pairs_kept_by
 from sparsecomp.reference.attention.scores import Scores
 from sparsecomp.reference.precision import accumulator
 
@@ -92,10 +94,25 @@ def masked_decode_reference(
     read = (key >= ranges[:, :1]) & (key < ranges[:, 1:])
     keys, values = (one.to(sums).where(read[:, None, :, None], 0).repeat_interleave(group, 1) for one in (k, v))
     score, _ = scores.of(q.to(sums) @ keys.mT, key, None)
+    if kept.is_floating_point():
+        score, kept = score + kept.to(sums), kept != -math.inf
     out, logsumexp = _summed(score.where(kept & read[:, None, None], -math.inf), values)
     wrong = (ranges[:, 0] < 0) | (ranges[:, 1] < ranges[:, 0]) | (ranges[:, 1] > k.shape[2])
     wrong = wrong[:, None, None, None]
     return out.masked_fill(wrong, math.nan), logsumexp.masked_fill(wrong[..., 0], math.nan)
+
+
+def seen_numbers_reference(added: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers that are added to scores with -inf where a query does not see a key, and whether it weighs what it sees
+    alike (…, 1), since nothing is left of scores beside its numbers.
+
+    Args:
+        added: (…, rows, keys), as of `sparsecomp.reference.attention.scan.pairs_kept_by`.
+    """
+    kept, _ = pairs_kept_by(added, *added.shape[-2:])
+    low = added <= SURELY_ZERO
+    alike = low.all(-1, keepdim=True) & kept.any(-1, keepdim=True)
+    return torch.where(kept, added.masked_fill(low, 0), -math.inf), alike
 
 
 def kept_range_reference(kept: Tensor, batch: int) -> Tensor:
