@@ -63,8 +63,9 @@ def _share(kept: Tensor) -> float:
 
 def _is_computed(node: fx.Node) -> bool:
     op = op_of(node)
-    gathers = op is not None and op.out is None and op.module is None
-    return is_known(node) or (gathers and (op.has(Trait.MOVES | Trait.VIEW) or op.name == "embedding"))
+    if op is None or op.out is not None or op.module is not None:
+        return False
+    return is_known(node) or op.has(Trait.MOVES | Trait.VIEW) or op.name == "embedding"
 
 
 def _is_real(value: object) -> bool:

@@ -109,7 +109,7 @@ def seen_numbers_reference(added: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         added: (…, rows, keys), as of `sparsecomp.reference.attention.scan.pairs_kept_by`.
     """
-    kept, _ = pairs_kept_by(added, *added.shape[-2:])
+    kept, _ = pairs_kept_by(added, added.shape[-2], added.shape[-1])
     low = added <= SURELY_ZERO
     alike = low.all(-1, keepdim=True) & kept.any(-1, keepdim=True)
     return torch.where(kept, added.masked_fill(low, 0), -math.inf), alike
