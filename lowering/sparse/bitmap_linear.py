@@ -99,6 +99,11 @@ class BitmapLinear(NamedTuple):
         return sum(-(-rows // STRIP) for rows in self.parts or (self.m,))
 
     @property
+    def most_strips(self) -> int:
+        """Of a weight."""
+        return -(-max(self.parts or (self.m,)) // STRIP)
+
+    @property
     def turns(self) -> int:
         """In a row."""
         return -(-self.k // CHUNK)

@@ -183,7 +183,7 @@ def _usual_config(problem: BitmapLinear) -> Config:
 
     Two strips share what is loaded of x, which takes as long as decoding where there are more than eight rows.
     """
-    if problem.n > 8 and problem.strips >= _MANY:
+    if problem.n > 8 and problem.most_strips >= _MANY:
         return Config(STRIPS=2, warps=4)
     warps = min(2, problem.turns)
     while 2 * warps <= min(16, problem.turns) and 2 * warps * problem.strips <= _WARPS:
@@ -263,8 +263,8 @@ _PROCESSORS, _SHARED = 132, 228 * 1024
 _WARPS = 2048
 """That all programs have together at most, unless two warps each are more."""
 
-_m, _k, _n, _grain, _density, _processors, _bandwidth, _turns, _all, _warps, _strips = sizes(
-    "m k n grain density processors bandwidth turns strips warps STRIPS"
+_m, _k, _n, _grain, _density, _processors, _bandwidth, _turns, _all, _most, _warps, _strips = sizes(
+    "m k n grain density processors bandwidth turns strips most_strips warps STRIPS"
 )
 
 
@@ -273,7 +273,7 @@ def _power_within(number: sympy.Expr) -> sympy.Expr:
 
 
 # as `_usual_config`
-_usual_strips = sympy.Piecewise((2, (_n > 8) & (_all >= _MANY)), (1, True))
+_usual_strips = sympy.Piecewise((2, (_n > 8) & (_most >= _MANY)), (1, True))
 _usual_warps = sympy.Min(16, _power_within(_turns), sympy.Max(2 * _usual_strips, _power_within(_WARPS / _all)))
 _share = sympy.Piecewise((_density, _grain <= 1), (2 * _density - _density**2, True))
 """Of places that have room in the copy: of two neighbours both where one is stored."""
@@ -286,11 +286,18 @@ _walking = 1e-6 * _m * _k / _processors / _places * (_decoding + _of_x)
 _reading = _m * _k * (2 * _share + 1 / (8 * _grain)) / (0.9 * _bandwidth)
 
 
+_adding = 0.35e-6 * sympy.Piecewise((_warps - 2, _n > 8), (0, True))
+"""To add up what many warps have of sixteen rows of x."""
+_crowded = sympy.Piecewise((1.3, _n > 8), (1 + 0.15 * sympy.Max(0, _share - 0.6), True))
+"""What two weights take longer side by side, whose warps share registers and room for what is copied ahead."""
+
+
 def launch_seconds(weights: int = 1) -> sympy.Expr:
     """Seconds of a launch with this problem's rows of each weight."""
     usual = sympy.Piecewise((_usual_warps / weights, _usual_warps > 2), (_usual_warps, True))
     far = abs(sympy.log(_strips / _usual_strips)) + abs(sympy.log(_warps / usual))
-    return 3.7e-6 + weights * sympy.Max(_walking, _reading) * (1 + far / 5)
+    work, begin = weights * sympy.Max(_walking, _reading) * (1 + far / 5), 2.2e-6 + 1.5e-6 * weights
+    return begin + _adding + work * (_crowded if weights > 1 else 1)
 
 
 BITMAP_TILES = Template(
