@@ -115,7 +115,7 @@ SUITES: dict[str, Suite] = {
     "few-rows-candidates": Suite(
         "sparse.few_rows", lambda m, a: m.candidates(a.workers or 8, a.names or ()), _nothing
     ),
-    "shared-input": Suite("sparse.shared_input", lambda m, a: m.run(a.workers or 8)),
+    "shared-input": Suite("sparse.shared_input", lambda m, a: m.run(a.workers or 8, a.names or m.FORMS)),
     "shared-input-candidates": Suite("sparse.shared_input", lambda m, a: m.candidates(), _nothing),
     "gated-pairs": Suite("sparse.gated_pairs", lambda m, a: m.run(a.workers or 8, a.names or m.FORMS)),
     "two-of-four": Suite("sparse.two_of_four", lambda m, a: m.run()),

@@ -24,12 +24,12 @@ from sparsecomp.lowering.tuning.trial import fault
 from sparsecomp.nn import GeoSparseLinear, GeoSparseResidualBlock, SparseEmbedding, SparseLinear
 from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
 from sparsecomp.ops.sparse.bitmap_pair import bitmap_pair
-from sparsecomp.ops.sparse.bitmap_siblings import bitmap_siblings
 from sparsecomp.ops.sparse.dense_copy import dense_copy, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
 from sparsecomp.ops.sparse.gated_pair import gated_pair
 from sparsecomp.ops.sparse.linear import sparse_linear
 from sparsecomp.ops.sparse.packed_linear import packed_linear, packed_pair
+from sparsecomp.ops.sparse.siblings import siblings
 from sparsecomp.reference.attention.blocks import blocks_of
 from sparsecomp.reference.attention.elements import elements_of_mask
 from sparsecomp.reference.digits import SPREAD
@@ -108,6 +108,10 @@ def sparse_layers(device: str) -> None:
                 values, pattern = IndexArrays.of(kind.from_dense(weight))
                 pair = values, pattern.arrays, taken[0, :37].contiguous()
                 gated_pair(taken, *pair, *pair, pattern.layout.written(), "silu")
+            values, pattern = IndexArrays.of(NARROW.from_dense(weight))
+            for count in (2, 3):
+                several = [values] * count, [*pattern.arrays] * count, [pattern.layout.written()] * count
+                siblings(taken, *several, [], [taken[0, :37].contiguous()] * count, 0, 0, "silu")
         for matrix in matrices:
             layer = SparseLinear(matrix, torch.randn(37, device=device, dtype=dtype)).to(device)
             values, pattern = IndexArrays.of(layer.weight.matrix)
@@ -212,6 +216,11 @@ def sparse_tensor_cores(device: str) -> None:
             x = torch.randn(rows, 404, device=device, dtype=dtype)
             packed_linear(x, *weight, x[0, :37].clone(), x[:, :37].clone())
             packed_pair(x, *weight, None, *weight, None, "silu")
+            values, indices, positions = weight
+            layout, bias = stored_by_rows(small)[2].written(), x[0, :37].clone()
+            for count in (2, 3):
+                several = [[one] * count for one in (values, indices, layout, positions, bias)]
+                siblings(x, *several, 0, 0, "silu")
         halved = NM.from_dense(*_two_of_four(torch.randn(4096, 4096, device=device, dtype=torch.float16)), n=2, m=4)
         SparseLinear(halved)(torch.randn(4096, 4096, device=device, dtype=torch.float16))
 
@@ -232,7 +241,7 @@ def by_a_bitmap(device: str) -> None:
             bitmap_pair(x, *weight, bias, *weight, bias, *copy[1:], "silu")
             for count in (2, 3):
                 patterns, copies = weight[1] * count, copy[0] * count
-                bitmap_siblings(x, [values] * count, patterns, [weight[2]] * count, copies, [bias] * count, *copy[1:])
+                siblings(x, [values] * count, patterns, [weight[2]] * count, copies, [bias] * count, *copy[1:])
             SparseLinear(BITMAP.from_dense(dense), requires_grad=False)(x)
 
 

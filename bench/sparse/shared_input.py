@@ -1,11 +1,11 @@
-"""Layers of 1 to 16 rows on one x, as queries, keys and values at a step of generation: one launch by bitmaps.
+"""Layers of 1 to 16 rows on one x, as queries, keys and values at a step of generation: one launch of them.
 
 Beside it a launch each, and stock: torch.compile of the dense layers, which are products of cuBLAS's, and of one layer
 that has all their rows; max-autotune may write its own kernels. Replayed CUDA graphs over rotated weights, which are
 read from memory each time. What the estimate says stands beside it. `candidates` times all configurations.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,24 +17,31 @@ from bench.parallel import measured
 from bench.sparse.few_rows import copies, kept_copies, timed
 from bench.table import markdown_grid
 from bench.timing import guarded, relative_error
-from sparsecomp.formats import CSR, SparseMatrix
+from sparsecomp.formats import CSR, NARROW, NM, SparseMatrix
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear, random_longest
 from sparsecomp.lowering.sparse.bitmap_pair import BITMAP_PAIR
 from sparsecomp.lowering.sparse.bitmap_siblings import BITMAP_THREE
+from sparsecomp.lowering.sparse.packed_linear import PackedPositions, order_for
 from sparsecomp.lowering.tuning.ceilings import card_of
 from sparsecomp.lowering.tuning.cost import seconds as seconds_of
 from sparsecomp.ops.sparse.bitmap_linear import bitmap_linear
-from sparsecomp.ops.sparse.bitmap_siblings import bitmap_siblings
-from sparsecomp.passes.cost.bitmap_linear import decide_siblings
+from sparsecomp.ops.sparse.linear import sparse_linear
+from sparsecomp.ops.sparse.packed_linear import packed_linear
+from sparsecomp.ops.sparse.siblings import siblings
+from sparsecomp.passes.cost.siblings import decide_siblings
 from sparsecomp.passes.cost.sparse import Product
 from sparsecomp.reference.patterns import stored_by_rows
 
 SIZES = (((4096, 4096, 4096), 4096), ((4096, 1024, 1024), 4096), ((11008, 11008), 4096))
 """Features out of each, and in."""
-ZEROS, ROWS = (0.5, 0.7, 0.9), (1, 4, 8, 16)
+FORMS: dict[str, tuple[tuple[float, ...], tuple[int, ...]]] = {
+    "bitmap of twos": ((0.5, 0.7, 0.9), (1, 4, 8, 16)), "NARROW": ((0.7, 0.9), (1, 4)), "2:4": ((0.5,), (1, 2, 8)),
+}  # fmt: skip
+"""Shares of zeros, and rows of x."""
+_TWOS = "bitmap of twos"
 GRAIN = 2
-"""Neighbours that share a bit."""
+"""Neighbours that share a bit of such a bitmap."""
 _TUNED = (1, 8)
 """Rows of x for which max-autotune compiles."""
 
@@ -48,14 +55,18 @@ class Layers(NamedTuple):
     k: int
     zeros: float
     rows: int
+    form: str = _TWOS
 
 
-CASES = tuple(Layers(*size, zeros, rows) for size in SIZES for zeros in ZEROS for rows in ROWS)
+CASES = tuple(
+    Layers(*size, share, rows, form)
+    for form, (zeros, every) in FORMS.items() for size in SIZES for share in zeros for rows in every
+)  # fmt: skip
 
 
-def run(workers: int = 8) -> Iterator[dict[str, Any]]:
+def run(workers: int = 8, forms: Iterable[str] = FORMS) -> Iterator[dict[str, Any]]:
     """A row a case: milliseconds of each way, the relative error of ours, and the estimates."""
-    for row in measured(prepared, CASES, workers, batch=1):
+    for row in measured(prepared, [case for case in CASES if case.form in forms], workers, batch=1):
         print(row, flush=True)
         yield row
 
@@ -70,9 +81,9 @@ def prepared(case: Layers) -> Callable[[], dict[str, Any]]:
     exact = torch.cat([F.linear(x.double(), one.double()) for one in dense], 1)
     makers: dict[str, Callable[[], Calls]] = {
         "stock": lambda: _stock(x, dense, {}), "stock, one layer": lambda: _stock(x, [torch.cat(dense)], {}),
-        "apart": lambda: _ours(x, weights, False), "together": lambda: _ours(x, weights, True),
+        "apart": lambda: _ours(case, x, weights, False), "together": lambda: _ours(case, x, weights, True),
     }  # fmt: skip
-    if case.rows in _TUNED and case.zeros == ZEROS[0]:
+    if case.rows in _TUNED and case.form == _TWOS and case.zeros == FORMS[_TWOS][0][0]:
         makers["max-autotune"] = lambda: _stock(x, dense, {"mode": "max-autotune-no-cudagraphs"})
     for name, make in makers.items():
         guarded(row, name, partial(_check, row, name, make, exact))
@@ -81,8 +92,12 @@ def prepared(case: Layers) -> Callable[[], dict[str, Any]]:
 
 def _weight(case: Layers, out: int, random: torch.Generator) -> SparseMatrix:
     weight = torch.randn(out, case.k, generator=random, device="cuda", dtype=torch.float16) / case.k**0.5
+    if case.form == "2:4":
+        groups = weight.view(out, -1, 4)
+        kept = torch.zeros_like(groups).scatter(-1, groups.abs().topk(2).indices, 1.0)
+        return NM.from_dense((groups * kept).view_as(weight), n=2, m=4)
     weight[torch.rand(weight.shape, generator=random, device="cuda") < case.zeros] = 0
-    return CSR.from_dense(weight)
+    return (CSR if case.form == _TWOS else NARROW).from_dense(weight)
 
 
 def _check(row: dict[str, Any], name: str, make: Callable[[], Calls], exact: Tensor) -> None:
@@ -103,7 +118,7 @@ def _row(
                                 False, "none", ""))  # fmt: skip
     row["estimate, ms"] = {
         "apart" if name == "dense" else "together": round(seconds * 1e3, 5)
-        for name, seconds in decide_siblings(products, GRAIN).seconds.items()
+        for name, seconds in decide_siblings(products, _grain(case)).seconds.items()
     }
     return row
 
@@ -131,7 +146,7 @@ def _ms(item: tuple[str, tuple[float, float]]) -> float:
 
 
 def _problem(rows: int, outs: tuple[int, ...], k: int) -> BitmapLinear:
-    m, share = sum(outs), 1 - ZEROS[1]
+    m, share = sum(outs), 1 - FORMS[_TWOS][0][1]
     nnz = round(m * k * share)
     problem = BitmapLinear.of_layer(
         m, k, rows, nnz, GRAIN, random_longest(m, k, nnz, GRAIN), torch.float16, False, False, "none"
@@ -148,34 +163,68 @@ def _stock(x: Tensor, dense: list[Tensor], how: dict[str, Any]) -> Calls:
     return [partial(compiled, x, list(weights)) for weights in zip(*map(copies, dense), strict=False)]
 
 
-def _ours(x: Tensor, weights: list[SparseMatrix], together: bool) -> Calls:
-    every = zip(*(kept_copies(weight, GRAIN) for weight in weights), strict=False)
-    if not together:
-        return [partial(_in_turn, [partial(bitmap_linear, x, *one) for one in each]) for each in every]
-    return [partial(bitmap_siblings, x, *_joined(each)) for each in every]
+def _ours(case: Layers, x: Tensor, weights: list[SparseMatrix], together: bool) -> Calls:
+    every = [*zip(*(_given(case, weight) for weight in weights), strict=False)]
+    if together:
+        return [partial(siblings, x, *_joined(each), _grain(case), max(one.longest for one in each)) for each in every]
+    alone = _alone(case.form)
+    return [partial(_in_turn, [partial(alone, x, one) for one in each]) for each in every]
+
+
+class Given(NamedTuple):
+    """A layer as the operators take it."""
+
+    values: Tensor
+    arrays: Sequence[Tensor]
+    layout: str
+    kept: Sequence[Tensor] = ()
+    longest: int = 0
+
+
+def _given(case: Layers, weight: SparseMatrix) -> list[Given]:
+    """Copies that are rotated."""
+    if case.form == _TWOS:
+        return [Given(*one[:4], one[5]) for one in kept_copies(weight, GRAIN)]
+    values, arrays, layout = stored_by_rows(weight)
+    kept = [PackedPositions(order_for(case.rows))(arrays[0])] if case.form == "2:4" else []
+    rotated = zip(*map(copies, (values, *arrays, *kept)), strict=False)
+    own = 1 + len(arrays)
+    return [Given(one[0], one[1:own], layout.written(), one[own:]) for one in rotated]
+
+
+def _alone(form: str) -> Callable[[Tensor, Given], Tensor]:
+    if form == _TWOS:
+        return lambda x, one: bitmap_linear(x, *one[:4], GRAIN, one.longest)
+    if form == "2:4":
+        return lambda x, one: packed_linear(x, one.values, *one.arrays, *one.kept)
+    return lambda x, one: sparse_linear(x, *one[:3])
 
 
 def _in_turn(calls: Calls) -> list[Any]:
     return [call() for call in calls]
 
 
-def _joined(each: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
-    """Operands of the operator on all of them behind x."""
-    values, patterns, layouts, kept, grains, longest = zip(*each, strict=True)
-    flat, arrays = ([one for several in lists for one in several] for lists in (patterns, kept))
-    return list(values), flat, list(layouts), arrays, [], grains[0], max(longest)
+def _joined(each: Sequence[Given]) -> tuple[Any, ...]:
+    """Operands of the operator on all of them behind x, up to the biases."""
+    arrays, kept = ([one for several in lists for one in several] for lists in
+                    ([one.arrays for one in each], [one.kept for one in each]))  # fmt: skip
+    return [one.values for one in each], arrays, [one.layout for one in each], kept, []
+
+
+def _grain(case: Layers) -> int:
+    return GRAIN if case.form == _TWOS else 0
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Milliseconds of stock, how many times as fast the others are, and what the estimate gives one launch."""
     ways = ("stock, one layer", "max-autotune", "apart", "together")
-    grid = [["features out", "in", "zeros", "rows", "stock, ms", *ways, "gain", "estimated"]]
+    grid = [["features out", "in", "form", "zeros", "rows", "stock, ms", *ways, "gain", "estimated"]]
     for row in sorted(rows, key=lambda row: tuple(map(str, row["layers"].values()))):
         case, ms = Layers(**row["layers"]), row["ms"]
         cells = [
             f"{ms[way]:.4f} ({ms['stock'] / ms[way]:.2f})" if {way, "stock"} <= ms.keys() else "–" for way in ways
         ]
-        name = [" + ".join(map(str, case.outs)), str(case.k), f"{case.zeros:.0%}", str(case.rows)]
+        name = [" + ".join(map(str, case.outs)), str(case.k), case.form, f"{case.zeros:.0%}", str(case.rows)]
         grid.append([*name, f"{ms.get('stock', 0):.4f}", *cells, _gain(ms), _gain(row.get("estimate, ms", {}))])
     return markdown_grid(grid)
 

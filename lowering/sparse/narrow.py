@@ -49,6 +49,7 @@ class SpmmNarrow(NamedTuple):
         index_dtype: of `starts`.
         distance: dtype of the distances; of a pair of weights see `lowering.sparse.gated_pair`.
         output: the output and its epilogue.
+        parts: rows of each of several weights; see `lowering.sparse.siblings`.
     """
 
     m: int
@@ -62,6 +63,7 @@ class SpmmNarrow(NamedTuple):
     index_dtype: str
     distance: str
     output: Output
+    parts: tuple[int, ...] = ()
 
     @property
     def density(self) -> float:

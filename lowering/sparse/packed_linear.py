@@ -63,6 +63,7 @@ class PackedLinear(NamedTuple):
         pair: whether there are two.
         dtype: of values and x.
         output: the output (m, n) and its epilogue; where one of a pair has a bias, both have.
+        parts: rows of each of several weights; see `lowering.sparse.siblings`.
     """
 
     m: int
@@ -72,6 +73,7 @@ class PackedLinear(NamedTuple):
     pair: bool
     dtype: str
     output: Output
+    parts: tuple[int, ...] = ()
 
     @property
     def groups(self) -> int:
@@ -199,14 +201,9 @@ def launch_packed_linear(
         FormatError: operands that do not belong together.
     """
     (n, k), m, order = x.shape, values.shape[0], order_of_positions(positions)
-    needed = positions_shape(m, k, order)
     others = (None, None, None) if other is None else other
     for one, words in ((values, positions), *([] if other is None else [other[:2]])):
-        if one.shape != (m, k // 2) or words.shape != needed or words.dtype is not torch.int32:
-            raise FormatError(
-                f"values {tuple(one.shape)} and positions {tuple(words.shape)} {words.dtype} are not of 2:4 in {m} "
-                f"rows of {k} columns: {(m, k // 2)} and {needed} int32 are needed"
-            )
+        check_packed(one, words, m, k, order)
     # a thread reads a group, or several, at once
     x, values = aligned(x), aligned(values)
     other_values = None if others[0] is None else aligned(others[0])
@@ -218,6 +215,20 @@ def launch_packed_linear(
         PACKED_LINEAR, problem, values, positions, other_values, others[1], x, bias, others[2], beside, out.mT
     )  # fmt: skip
     return out
+
+
+def check_packed(values: Tensor, positions: Tensor, m: int, k: int, order: str) -> None:
+    """That these are of a weight (m, k).
+
+    Raises:
+        FormatError: they are not.
+    """
+    needed = positions_shape(m, k, order)
+    if values.shape != (m, k // 2) or positions.shape != needed or positions.dtype is not torch.int32:
+        raise FormatError(
+            f"values {tuple(values.shape)} and positions {tuple(positions.shape)} {positions.dtype} are not of 2:4 in "
+            f"{m} rows of {k} columns: {(m, k // 2)} and {needed} int32 are needed"
+        )
 
 
 def order_of_positions(positions: Tensor) -> str:

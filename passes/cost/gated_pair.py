@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.lowering.sparse.bitmap_pair import BITMAP_PAIR
 from sparsecomp.lowering.sparse.gated_pair import PAIRS
 from sparsecomp.lowering.sparse.packed_linear import PACKED_LINEAR
@@ -11,10 +10,9 @@ from sparsecomp.lowering.tuning.cards import Card
 from sparsecomp.lowering.tuning.ceilings import target_of
 from sparsecomp.lowering.tuning.host import Time
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.passes.cost.bitmap_linear import bitmap_problem, bitmap_time
+from sparsecomp.passes.cost.alone import alone_time, bitmap_problem, packed_problem
 from sparsecomp.passes.cost.decision import Decision, fastest
-from sparsecomp.passes.cost.packed_linear import packed_problem
-from sparsecomp.passes.cost.sparse import Product, fastest_candidate, problem_of, product_time
+from sparsecomp.passes.cost.sparse import Product, fastest_candidate, problem_of
 
 
 def decide(gate: Product, up: Product, grains: tuple[int, int] = (0, 0)) -> Decision:
@@ -31,7 +29,7 @@ def decide(gate: Product, up: Product, grains: tuple[int, int] = (0, 0)) -> Deci
     if not together:
         refusals = [reason for one, problem in ways for reason in one.refusals(problem, device).values()]
         return Decision("dense", "; ".join(refusals))
-    alone = [_alone(one, grain, device, card) for one, grain in zip((gate, up), grains, strict=True)]
+    alone = [alone_time(one, grain, device, card) for one, grain in zip((gate, up), grains, strict=True)]
     apart = alone[0].plus(alone[1], _multiplying(gate, card))
     # both layers' shares of a call: the pair's products are one fewer, and a call takes as long besides
     besides = 2 * host.besides(gate.trained, gate.products)
@@ -50,15 +48,6 @@ def _ways(gate: Product, up: Product, grains: tuple[int, int]) -> list[tuple[Ope
     if grains[0] and grains[0] == grains[1]:
         ways.append((BITMAP_PAIR, bitmap_problem(mean, grains[0])))
     return ways
-
-
-def _alone(product: Product, grain: int, device: Device, card: Card) -> Time:
-    if grain:
-        return bitmap_time(product, grain, device, card)[0]
-    if product.layout.format != "nm":
-        return product_time(product, device, card)[0]
-    problem = packed_problem(product)
-    return fastest_candidate(PACKED_LINEAR.candidates(problem, device), problem, product, card)[0]
 
 
 def _multiplying(product: Product, card: Card) -> Time:

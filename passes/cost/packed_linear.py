@@ -1,7 +1,8 @@
 """Whether a 2:4 layer of few rows is the fastest by packed positions, its host included."""
 
-from sparsecomp.lowering.sparse.packed_linear import MOST, PACKED_LINEAR, PackedLinear, order_for, takes_packed
+from sparsecomp.lowering.sparse.packed_linear import MOST, PACKED_LINEAR, order_for, takes_packed
 from sparsecomp.lowering.tuning.ceilings import target_of
+from sparsecomp.passes.cost.alone import packed_problem
 from sparsecomp.passes.cost.decision import Decision, fastest
 from sparsecomp.passes.cost.sparse import Product, fastest_candidate
 
@@ -25,9 +26,3 @@ def decide(product: Product, rivals: Decision) -> Decision | None:
         return None
     found = fastest({**rivals.seconds, kernel: p.waited(time)})
     return found if found.implementation == kernel else None
-
-
-def packed_problem(product: Product, pair: bool = False) -> PackedLinear:
-    """The layer, or a pair of such layers, as the kernels by packed positions see it."""
-    p = product
-    return PackedLinear.of_layer(p.m, p.k, p.n, p.dtype, p.bias, p.residual, p.activation, pair)

@@ -389,8 +389,7 @@ OWN_PRODUCTS = tuple(
     for name in ("sparse_linear", "sparse_matmul", "spike_linear", "spike_conv", "spike_matmul",
                  "spike_conv_transpose", "folded_linear", "dense_linear_relu", "active_linear", "block_attention",
                  "decode_attention", "masked_decode", "element_attention", "packed_linear", "packed_pair",
-                 "gated_pair", "bitmap_linear", "bitmap_pair", "bitmap_siblings", "spike_attention",
-                 "counted_attention")
+                 "gated_pair", "bitmap_linear", "bitmap_pair", "siblings", "spike_attention", "counted_attention")
 )  # fmt: skip
 """Our matrix products and convolutions, some with an activation; by name, since an analysis loads no operators."""
 

@@ -20,7 +20,7 @@ import sparsecomp.ops.sparse.dense_linear  # noqa: F401  (registers the operator
 from sparsecomp import _compat
 from sparsecomp.errors import FormatError
 from sparsecomp.formats import CSR, NARROW
-from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
+from sparsecomp.lowering.sparse.siblings import MOST_SIBLINGS
 from sparsecomp.ops.sparse.dense_copy import has_room, keep_dense_copy
 from sparsecomp.ops.sparse.dense_weight import stored_to_dense
 from sparsecomp.passes.cost.decision import Decision

@@ -1,8 +1,9 @@
-"""Layers by bitmaps that read one x, such as queries, keys and values, are one launch.
+"""Layers of few rows that read one x, such as queries, keys and values, are one launch.
 
-Each was decided to run by its bitmap (see `passes.sparse.bitmap`), and keeps it: only the launches become one, which
-leaves the card neither idle between them nor half empty in each, as a small layer does. Of more layers than a kernel
-takes, so many that follow each other are one launch.
+Each was decided to run by a kernel for few rows, by a bitmap, by packed positions of 2:4 or in NARROW (see
+`passes.sparse.linear`), and keeps what is kept for that: only the launches become one, which leaves the card neither
+idle between them nor half empty in each, as a small layer does. Of more layers than a kernel takes, so many that follow
+each other are one launch.
 """
 
 import operator
@@ -11,15 +12,15 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-import sparsecomp.ops.sparse.bitmap_siblings  # noqa: F401  (registers the operator)
-from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
-from sparsecomp.passes.cost.bitmap_linear import decide_siblings
+import sparsecomp.ops.sparse.siblings  # noqa: F401  (registers the operator)
+from sparsecomp.lowering.sparse.siblings import MOST_SIBLINGS
+from sparsecomp.passes.cost.siblings import decide_siblings
 from sparsecomp.passes.engine.constants import constant_behind
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, module_path, refuse
 from sparsecomp.passes.graph.canonicalize import example_of
 from sparsecomp.passes.sparse.few_rows import FewRows, few_rows_layer, product_of_layer, runs_kernels
 
-_SIBLINGS = torch.ops.sparsecomp.bitmap_siblings.default
+_SIBLINGS = torch.ops.sparsecomp.siblings.default
 _PROMISED = torch.ops.sparsecomp.promised.default
 
 
@@ -55,7 +56,7 @@ RULE = Rule("shared_input", consider, after=("sparse_linear", "gated_pair"), of_
 def _together(node: fx.Node, ctx: Context) -> list[FewRows]:
     """The layers that can be one launch with this one, which is the first of them; none if it is not."""
     layer = few_rows_layer(node)
-    if layer is None or not layer.bitmap or layer.chain.residual is not None or not runs_kernels(layer, ctx):
+    if layer is None or not _has_kernel(layer) or layer.chain.residual is not None or not runs_kernels(layer, ctx):
         return []
     found = [few_rows_layer(user) for user in layer.chain.dense.users]
     alike = [one for one in found if one is not None and _kind(one) == _kind(layer)]
@@ -64,12 +65,18 @@ def _together(node: fx.Node, ctx: Context) -> list[FewRows]:
     return [] if place % MOST_SIBLINGS else alike[place : place + MOST_SIBLINGS]
 
 
+def _has_kernel(layer: FewRows) -> bool:
+    return bool(layer.bitmap) or layer.layout.format in ("nm", "narrow")
+
+
 def _kind(layer: FewRows) -> tuple[object, ...]:
     """Equal for layers that one kernel takes."""
-    operands = (layer.chain.sparse, layer.chain.bias, *layer.bitmap[:1])
+    # of a bitmap where chunks begin; of what else is stored all, and packed positions of one row lie in another order
+    read = layer.bitmap[:1] or layer.arrays
+    operands = (layer.chain.sparse, layer.chain.bias, *read)
     dtypes = [None if operand is None else example_of(operand).dtype for operand in operands]
-    is_stored = not layer.copy
-    return (layer.chain.dense, layer.grain, is_stored, layer.chain.activation, layer.chain.residual, *dtypes)
+    form = (layer.grain, not layer.copy) if layer.bitmap else (layer.layout.format, example_of(read[-1]).dim())
+    return (layer.chain.dense, *form, layer.chain.activation, layer.chain.residual, *dtypes)
 
 
 def _operands(layer: FewRows) -> list[fx.Node]:
@@ -108,11 +115,12 @@ def _build(node: fx.Node, layers: list[FewRows], ctx: Context) -> Mapping[fx.Nod
             made[operand] = node.graph.node_copy(operand, here)
         return made[operand]
 
-    first = layers[0].chain
+    first, own = layers[0].chain, [one.layout.own for one in layers]
+    stored = [array for one, size in zip(layers, own, strict=True) for array in one.arrays[:size]]
+    kept = [array for one, size in zip(layers, own, strict=True) for array in (*one.arrays[size:], *one.copy)]
     outs = call(
-        node.graph, node, _SIBLINGS, first.dense, [here(one.chain.sparse) for one in layers],
-        [here(array) for one in layers for array in one.arrays], [one.layout.written() for one in layers],
-        [here(array) for one in layers for array in one.copy],
+        node.graph, node, _SIBLINGS, first.dense, [here(one.chain.sparse) for one in layers], list(map(here, stored)),
+        [one.layout.written() for one in layers], list(map(here, kept)),
         [] if first.bias is None else [here(one.chain.bias) for one in layers], layers[0].grain,
         max(one.longest for one in layers), first.activation,
     )  # fmt: skip

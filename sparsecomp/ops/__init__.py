@@ -31,7 +31,6 @@ from sparsecomp.ops.masked.elementwise import (
 from sparsecomp.ops.masked.selective_step import selective_step
 from sparsecomp.ops.sparse import bitmap_linear as _bitmap_linear  # noqa: F401
 from sparsecomp.ops.sparse import bitmap_pair as _bitmap_pair  # noqa: F401
-from sparsecomp.ops.sparse import bitmap_siblings as _bitmap_siblings  # noqa: F401
 from sparsecomp.ops.sparse import dense_copy as _dense_copy  # noqa: F401
 from sparsecomp.ops.sparse import dense_linear as _dense_linear  # noqa: F401
 from sparsecomp.ops.sparse import dense_weight as _dense_weight  # noqa: F401
@@ -39,6 +38,7 @@ from sparsecomp.ops.sparse import gated_pair as _gated_pair  # noqa: F401
 from sparsecomp.ops.sparse import matrices as _matrices  # noqa: F401  (enters itself in sparsecomp.formats)
 from sparsecomp.ops.sparse import packed_linear as _packed_linear  # noqa: F401
 from sparsecomp.ops.sparse import row_products as _row_products  # noqa: F401  (its operators, for sparsecomp.formats)
+from sparsecomp.ops.sparse import siblings as _siblings  # noqa: F401
 from sparsecomp.ops.sparse import whole_product as _whole_product  # noqa: F401  (likewise)
 from sparsecomp.ops.sparse.active_linear import active_linear
 from sparsecomp.ops.sparse.linear import sparse_linear

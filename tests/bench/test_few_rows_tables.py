@@ -42,9 +42,9 @@ def test_layers_on_one_input():
     ms = {"stock": 0.04, "stock, one layer": 0.02, "max-autotune": 0.05, "apart": 0.02, "together": 0.01}
     rows = [{"layers": layers, "ms": ms, "estimate, ms": {"apart": 3.0, "together": 2.0}}, {"layers": layers, "ms": {}}]
     assert shared_input.table(rows).splitlines()[2:] == [
-        "| 64 + 32 | 48 | 50% | 1 | 0.0400 | 0.0200 (2.00) | 0.0500 (0.80) | 0.0200 (2.00) | 0.0100 (4.00) | 2.00 "
-        "| 1.50 |",
-        "| 64 + 32 | 48 | 50% | 1 | 0.0000 | – | – | – | – | – | – |",
+        "| 64 + 32 | 48 | bitmap of twos | 50% | 1 | 0.0400 | 0.0200 (2.00) | 0.0500 (0.80) | 0.0200 (2.00) "
+        "| 0.0100 (4.00) | 2.00 | 1.50 |",
+        "| 64 + 32 | 48 | bitmap of twos | 50% | 1 | 0.0000 | – | – | – | – | – | – |",
     ]
 
 

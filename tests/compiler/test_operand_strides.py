@@ -22,6 +22,7 @@ from sparsecomp.formats import CSR, NARROW
 from sparsecomp.ops.attention.masked_decode import kept_range
 from sparsecomp.ops.sparse import dense_copy
 from sparsecomp.reference.digits import SPREAD
+from sparsecomp.reference.patterns import Layout
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 for _module in pkgutil.walk_packages(sparsecomp.ops.__path__, "sparsecomp.ops."):
@@ -333,10 +334,19 @@ def _bitmap_pair():
     return torch.randn(5, 16), *first, torch.randn(4), *second, torch.randn(4), 1, 64, "silu"
 
 
-@example("bitmap_siblings")
-def _bitmap_siblings():
-    values, arrays, layouts, copies = zip(by_bitmap(), by_bitmap(), strict=True)
+@example("siblings bitmap", "siblings narrow", "siblings nm")
+def _siblings(which=""):
     biases = [torch.randn(4) for _ in range(2)]
+    if which == "nm":
+        values, indices, positions = zip(packed(), packed(), strict=True)
+        layouts = [Layout("nm", (2, 4), (4, 12)).written()] * 2
+        return torch.randn(5, 12), [*values], [*indices], layouts, [*positions], biases, 0, 0, "relu"
+    if which == "narrow":
+        kept = [torch.randn(4, 9) * (torch.rand(4, 9) < 0.5) for _ in range(2)]
+        values, patterns = zip(*(IndexArrays.of(NARROW.from_dense(one)) for one in kept), strict=True)
+        arrays, layouts = ([*one.arrays] for one in patterns), [one.layout.written() for one in patterns]
+        return torch.randn(5, 9), [*values], sum(arrays, []), layouts, [], biases, 0, 0, "relu"
+    values, arrays, layouts, copies = zip(by_bitmap(), by_bitmap(), strict=True)
     return torch.randn(5, 16), [*values], sum(arrays, []), [*layouts], sum(copies, []), biases, 1, 64, "relu"
 
 

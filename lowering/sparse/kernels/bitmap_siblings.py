@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from sparsecomp.formats.lanes import STRIP
 from sparsecomp.lowering.launch.launch import Launch
 from sparsecomp.lowering.sparse.bitmap_linear import BitmapLinear
-from sparsecomp.lowering.sparse.bitmap_siblings import MOST_SIBLINGS
 from sparsecomp.lowering.sparse.kernels import bitmap_tiles
 from sparsecomp.lowering.sparse.kernels.bitmap_tiles import (
     SUMS,
@@ -19,17 +18,9 @@ from sparsecomp.lowering.sparse.kernels.bitmap_tiles import (
     walked,
 )
 from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
+from sparsecomp.lowering.sparse.kernels.sibling import CHOOSING, chosen, part_programs, part_rows, sibling
 from sparsecomp.lowering.tuning.cost import Cost
 from sparsecomp.lowering.tuning.template import Config, Template
-
-
-@gluon.jit
-def _chosen(place, first, second, third):
-    """What belongs to the weight at this place; there may be no third."""
-    found = gl.where(place == 1, second, first)
-    if third is not None:
-        found = gl.where(place == 2, third, found)
-    return found
 
 
 @gluon.jit
@@ -44,18 +35,15 @@ def bitmap_siblings_kernel(
 ):  # fmt: skip
     """STRIPS strips of 16 rows of one of the weights times up to 8 · HALVES rows of x; an out is (N, its M)."""
     layout: gl.constexpr = finished_layout(num_warps)
-    begin_second = gl.cdiv(M, 16 * STRIPS)
-    begin_third = begin_second + gl.cdiv(second_M, 16 * STRIPS)
-    program = gl.program_id(0)
-    place = (program >= begin_second).to(gl.int32) + (program >= begin_third).to(gl.int32)
-    first = (program - _chosen(place, 0, begin_second, begin_third)) * STRIPS
-    starts_ptr = _chosen(place, starts_ptr, second_starts_ptr, third_starts_ptr)
-    heads_ptr = _chosen(place, heads_ptr, second_heads_ptr, third_heads_ptr)
-    values_ptr = _chosen(place, values_ptr, second_values_ptr, third_values_ptr)
+    place, within = sibling(gl.program_id(0), M, second_M, 16 * STRIPS)
+    first = within * STRIPS
+    starts_ptr = chosen(place, starts_ptr, second_starts_ptr, third_starts_ptr)
+    heads_ptr = chosen(place, heads_ptr, second_heads_ptr, third_heads_ptr)
+    values_ptr = chosen(place, values_ptr, second_values_ptr, third_values_ptr)
     if bias_ptr is not None:
-        bias_ptr = _chosen(place, bias_ptr, second_bias_ptr, third_bias_ptr)
-    out_ptr = _chosen(place, out_ptr, second_out_ptr, third_out_ptr)
-    M = _chosen(place, M, second_M, third_M)
+        bias_ptr = chosen(place, bias_ptr, second_bias_ptr, third_bias_ptr)
+    out_ptr = chosen(place, out_ptr, second_out_ptr, third_out_ptr)
+    M = chosen(place, M, second_M, third_M)
     strips = gl.cdiv(M, 16)
     rows = first * 16 + gl.arange(0, 16 * STRIPS, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, 8 * HALVES, layout=gl.SliceLayout(0, layout))
@@ -72,10 +60,9 @@ def bitmap_siblings_kernel(
 
 
 def _prepare(problem: BitmapLinear, config: Config) -> Launch:
-    p, none = problem, (0,) * (MOST_SIBLINGS - len(problem.parts))
-    programs = sum(-(-rows // (STRIP * config["STRIPS"])) for rows in p.parts)
+    p, programs = problem, part_programs(problem, STRIP * config["STRIPS"])
     return launch_of(
-        bitmap_siblings_kernel, p, config, programs, (*p.parts, *none, p.n, p.k, p.turns),
+        bitmap_siblings_kernel, p, config, programs, (*part_rows(p), p.n, p.k, p.turns),
         {"ACTIVATION": p.output.activation},
     )  # fmt: skip
 
@@ -84,7 +71,7 @@ def _template(weights: str) -> Template[BitmapLinear]:
     return Template(
         name=f"bitmap_{weights}",
         op=f"bitmap_{weights}",
-        sources=(bitmap_siblings_kernel, _chosen, *SUMS, *FINISH),
+        sources=(bitmap_siblings_kernel, *CHOOSING, *SUMS, *FINISH),
         refuse=bitmap_tiles.BITMAP_TILES.refuse,
         space=space,
         cost=Cost(bytes=sympy.Integer(0), seconds=bitmap_tiles.BITMAP_TILES.cost.seconds),

@@ -128,14 +128,13 @@ def walked_row(
 
 
 @triton.jit
-def narrow_rows_kernel(
+def finished_rows(
     starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
-    M, N, dense_k, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    first, M, N, dense_k, out_b, out_m, out_n, res_b, res_m, res_n, scale,
     BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows, E values a step; dense is (K, BN) where BN is not 1."""
-    first = tl.program_id(0) * ROWS
+    """ROWS rows from `first` on, E values a step; dense is (K, BN) where BN is not 1."""
     cols = tl.arange(0, BN)
     limit, at, end, chunk, last_chunk, value, column = opened(
         starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, first, M, ROWS, E, CHUNK
@@ -152,6 +151,21 @@ def narrow_rows_kernel(
             out_b, out_m, out_n, res_b, res_m, res_n, scale, BIAS_ROWS, ACTIVATION,
         )  # fmt: skip
         end, last_chunk = next_end, next_last_chunk
+
+
+@triton.jit
+def narrow_rows_kernel(
+    starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, dense_k, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+    BIAS_ROWS: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """See `finished_rows`."""
+    finished_rows(
+        starts_ptr, chunks_ptr, bases_ptr, indices_ptr, values_ptr, dense_ptr, bias_ptr, residual_ptr, out_ptr,
+        tl.program_id(0) * ROWS, M, N, dense_k, out_b, out_m, out_n, res_b, res_m, res_n, scale,
+        BIAS_ROWS, ACTIVATION, CHUNK, ROWS, BN, E,
+    )  # fmt: skip
 
 
 def _refuse(problem: SpmmNarrow, device: Device) -> str | None:
@@ -253,7 +267,7 @@ def stream_seconds(rows: sympy.Expr, entries: sympy.Expr, far: sympy.Expr = FAR)
 NARROW_ROWS = Template(
     name="narrow_rows",
     op="spmm_narrow",
-    sources=(narrow_rows_kernel, *WALK, *FINISH),
+    sources=(narrow_rows_kernel, finished_rows, *WALK, *FINISH),
     refuse=_refuse,
     space=_space,
     cost=Cost(

@@ -51,7 +51,7 @@ def _fragments(num_warps, tiles):
 
 
 @gluon.constexpr_function
-def _finished(num_warps):
+def fragment_rows(num_warps):
     """Layout (rows, 8) of a block's sums."""
     return gl.BlockedLayout([1, 1], [32, 1], [num_warps, 1], [0, 1])
 
@@ -102,17 +102,17 @@ def _products(
 
 @gluon.jit
 def _sums(
-    values_ptr, positions_ptr, x_ptr, M, N, groups, turns,
+    values_ptr, positions_ptr, x_ptr, first, M, N, groups, turns,
     DTYPE: gl.constexpr, WHOLE: gl.constexpr, TILES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Each warp's share of the sums."""
+    """Each warp's share of the sums of TILES tiles from the `first` on."""
     layout: gl.constexpr = _fragments(num_warps, TILES)
     register = _axis(4, 0, layout)
     thread = _axis(32 * num_warps, 1, layout)
     lane = thread % 32
     quad = lane % 4
     n = lane // 4
-    tile = gl.program_id(0) * TILES + _axis(TILES, 2, layout)
+    tile = first + _axis(TILES, 2, layout)
     row = tile * 16 + n
     pairs_ptr = values_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (4 * quad + register)
     low_ptr = pairs_ptr + gl.minimum(row, M - 1).to(gl.int64) * groups
@@ -166,12 +166,27 @@ def _total(
     total = gl.sum(gl.reshape(sums, [4, num_warps, 32, TILES]), 1)
     # a thread's registers are two neighbouring columns of a row, and of the row eight below
     total = gl.permute(gl.reshape(total, [2, 2, 8, 4, TILES]), [4, 0, 2, 3, 1])
-    total = gl.convert_layout(gl.reshape(total, [16 * TILES, 8]), _finished(num_warps))
+    total = gl.convert_layout(gl.reshape(total, [16 * TILES, 8]), fragment_rows(num_warps))
     bad = (rows < M)[:, None] & (cols < N)[None, :] & (total - total != 0.0)
     if gl.sum(gl.sum(bad.to(gl.int32), 1), 0) > 0:
         again = _gathered(values_ptr, positions_ptr, x_ptr, rows[:, None], cols[None, :], bad, groups, turns)
         total = gl.where(bad, again, total)
     return total
+
+
+@gluon.jit
+def tile_sums(
+    values_ptr, positions_ptr, x_ptr, first, rows, cols, M, N, groups, turns,
+    DTYPE: gl.constexpr, WHOLE: gl.constexpr, TILES: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """The sums (rows, 8) of TILES tiles from the `first` on."""
+    sums = _sums(values_ptr, positions_ptr, x_ptr, first, M, N, groups, turns, DTYPE, WHOLE, TILES, num_warps)
+    return _total(sums, values_ptr, positions_ptr, x_ptr, rows, cols, M, N, groups, turns, TILES, num_warps)
+
+
+TILE_SUMS = (tile_sums, _in_ptx, _fragments, fragment_rows, _along, _axis, _load, _products, _sums, _gathered, _total,
+             number_of)  # fmt: skip
+"""What gives the sums."""
 
 
 @gluon.jit
@@ -182,17 +197,19 @@ def packed_fragments_kernel(
     TILES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """TILES tiles of 16 rows of the weight, or of each of a PAIR, times up to eight rows of x."""
-    layout: gl.constexpr = _finished(num_warps)
-    rows = gl.program_id(0) * (16 * TILES) + gl.arange(0, 16 * TILES, layout=gl.SliceLayout(1, layout))
+    layout: gl.constexpr = fragment_rows(num_warps)
+    first = gl.program_id(0) * TILES
+    rows = first * 16 + gl.arange(0, 16 * TILES, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, 8, layout=gl.SliceLayout(0, layout))
     mask = (rows < M)[:, None] & (cols < N)[None, :]
-    sums = _sums(values_ptr, positions_ptr, x_ptr, M, N, groups, turns, DTYPE, WHOLE, TILES, num_warps)
-    total = _total(sums, values_ptr, positions_ptr, x_ptr, rows, cols, M, N, groups, turns, TILES, num_warps)
+    total = tile_sums(
+        values_ptr, positions_ptr, x_ptr, first, rows, cols, M, N, groups, turns, DTYPE, WHOLE, TILES, num_warps
+    )
     if PAIR:
-        sums = _sums(other_values_ptr, other_positions_ptr, x_ptr, M, N, groups, turns, DTYPE, WHOLE, TILES, num_warps)
-        other = _total(
-            sums, other_values_ptr, other_positions_ptr, x_ptr, rows, cols, M, N, groups, turns, TILES, num_warps
-        )
+        other = tile_sums(
+            other_values_ptr, other_positions_ptr, x_ptr, first, rows, cols, M, N, groups, turns, DTYPE, WHOLE, TILES,
+            num_warps,
+        )  # fmt: skip
         finish_pair(
             total, other, bias_ptr, other_bias_ptr, out_ptr, rows, cols, mask, out_m, out_n, ACTIVATION
         )
@@ -239,8 +256,7 @@ PACKED_FRAGMENTS = Template(
     name="packed_fragments",
     op="packed_linear",
     sources=(
-        packed_fragments_kernel, _in_ptx, _fragments, _finished, _along, _axis, _load, _products, _sums, _gathered,
-        _total, number_of, *FINISH, *FINISH_PAIR,
+        packed_fragments_kernel, *TILE_SUMS, *FINISH, *FINISH_PAIR,
     ),
     refuse=_refuse,
     space=_space,

@@ -63,7 +63,7 @@ def _terms(acc, values, positions, x, like_ptr):
 
 
 @triton.jit
-def _row_sums(
+def row_sums(
     values_ptr, positions_ptr, x_ptr, rows, M, groups, words, turns,
     EVEN: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -88,6 +88,10 @@ def _row_sums(
     return tl.sum(acc, 1)
 
 
+ROW_SUMS = (row_sums, _place, _following, _load_groups, number_of, _term, _terms)
+"""What gives the sums."""
+
+
 @triton.jit
 def packed_row_kernel(
     values_ptr, positions_ptr, other_values_ptr, other_positions_ptr, x_ptr, bias_ptr, other_bias_ptr, residual_ptr,
@@ -99,11 +103,11 @@ def packed_row_kernel(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     one = tl.zeros((1,), tl.int32)
     mask = (rows < M)[:, None]
-    total = _row_sums(
+    total = row_sums(
         values_ptr, positions_ptr, x_ptr, rows, M, groups, words, turns, EVEN, ROWS, BLOCKS, LANES, STEPS
     )  # fmt: skip
     if PAIR:
-        other = _row_sums(
+        other = row_sums(
             other_values_ptr, other_positions_ptr, x_ptr, rows, M, groups, words, turns, EVEN, ROWS, BLOCKS, LANES,
             STEPS,
         )  # fmt: skip
@@ -160,8 +164,7 @@ PACKED_ROW = Template(
     name="packed_row",
     op="packed_linear",
     sources=(
-        packed_row_kernel, _row_sums, _place, _following, _load_groups, number_of, _term, _terms, *FINISH,
-        *FINISH_PAIR,
+        packed_row_kernel, *ROW_SUMS, *FINISH, *FINISH_PAIR,
     ),
     refuse=_refuse,
     space=_space,
