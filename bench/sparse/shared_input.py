@@ -184,7 +184,8 @@ class Given(NamedTuple):
 def _given(case: Layers, weight: SparseMatrix) -> list[Given]:
     """Copies that are rotated."""
     if case.form == _TWOS:
-        return [Given(*one[:4], one[5]) for one in kept_copies(weight, GRAIN)]
+        copied = kept_copies(weight, GRAIN)
+        return [Given(values, arrays, layout, kept, longest) for values, arrays, layout, kept, _, longest in copied]
     values, arrays, layout = stored_by_rows(weight)
     kept = [PackedPositions(order_for(case.rows))(arrays[0])] if case.form == "2:4" else []
     rotated = zip(*map(copies, (values, *arrays, *kept)), strict=False)
@@ -196,7 +197,7 @@ def _alone(form: str) -> Callable[[Tensor, Given], Tensor]:
     if form == _TWOS:
         return lambda x, one: bitmap_linear(x, *one[:4], GRAIN, one.longest)
     if form == "2:4":
-        return lambda x, one: packed_linear(x, one.values, *one.arrays, *one.kept)
+        return lambda x, one: packed_linear(x, one.values, one.arrays[0], one.kept[0])
     return lambda x, one: sparse_linear(x, *one[:3])
 
 
