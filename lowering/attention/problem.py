@@ -140,7 +140,7 @@ def problem_of(
         count.shape[1] > 1, dtype_name(q), max(float(scoring.scale), _LEAST),
         tuple(HeadStrides(*one.stride()[:3]) for one in strided_operands), float(scoring.softcap),
         scoring.alibi is not None, "" if added is None else dtype_name(added), strides_over(added, scores),
-        scoring.kept, scoring.parts, (1, 1, 1, 1) if added is None else tuple(added.shape),
+        scoring.kept, scoring.parts, added_sizes=(1, 1, 1, 1) if added is None else tuple(added.shape),
     )  # fmt: skip
 
 
