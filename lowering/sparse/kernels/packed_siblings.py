@@ -10,14 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparsecomp.lowering.launch.launch import Launch
+from sparsecomp.lowering.sparse.kernels import packed_fragments, packed_row
 from sparsecomp.lowering.sparse.kernels.epilogue import FINISH, finish
-from sparsecomp.lowering.sparse.kernels.packed_fragments import (
-    PACKED_FRAGMENTS,
-    TILE_SUMS,
-    fragment_rows,
-    tile_sums,
-)
-from sparsecomp.lowering.sparse.kernels.packed_row import PACKED_ROW, ROW_SUMS, row_sums
+from sparsecomp.lowering.sparse.kernels.packed_fragments import TILE_SUMS, fragment_rows, tile_sums
+from sparsecomp.lowering.sparse.kernels.packed_row import ROW_SUMS, row_sums
 from sparsecomp.lowering.sparse.kernels.sibling import CHOOSING, chosen, part_programs, part_rows, sibling
 from sparsecomp.lowering.sparse.packed_linear import LANES, STEPS, TILE, TURN, PackedLinear
 from sparsecomp.lowering.tuning.template import Config, Template
@@ -111,9 +107,10 @@ def _template(
 
 
 PACKED_ROW_TWO, PACKED_ROW_THREE = (
-    _template(weights, PACKED_ROW, (packed_row_siblings_kernel, *ROW_SUMS), _by_rows) for weights in ("two", "three")
+    _template(weights, packed_row.PACKED_ROW, (packed_row_siblings_kernel, *ROW_SUMS), _by_rows)
+    for weights in ("two", "three")
 )
 PACKED_FRAGMENTS_TWO, PACKED_FRAGMENTS_THREE = (
-    _template(weights, PACKED_FRAGMENTS, (packed_fragments_siblings_kernel, *TILE_SUMS), _by_tiles)
+    _template(weights, packed_fragments.PACKED_FRAGMENTS, (packed_fragments_siblings_kernel, *TILE_SUMS), _by_tiles)
     for weights in ("two", "three")
 )
