@@ -303,15 +303,15 @@ def neurons(device: str) -> None:
         counts = (torch.rand(2 * steps, channels, 13, 11, device=device) < 0.2).to(torch.int8)
         weight = torch.randn(33, channels, 3, 3, device=device)
         how = (None, [1, 1], [1, 1], [1, 1], 1, 3, 1.0, SPREAD, True, steps, None, 0.0, None, None, None, None)
-        spikes, _ = ops.conv_lif(counts, weight, *how, 1e-5, "lif", 2.0, None, True, 1.0, 0.0, keep)
+        spikes, *_ = ops.conv_lif(counts, weight, *how, 1e-5, "lif", 2.0, None, True, 1.0, 0.0, keep)
         ops.conv_lif(counts, weight, *how, 1e-5, "lif", 2.0, None, True, 1.0, 0.0, keep, spikes)
-        ops.conv_lif(counts, weight, *how, 1e-5, "lif", 2.0, None, True, 1.0, 0.0, keep, None, "add", spikes)
+        ops.conv_lif(counts, weight, *how, 1e-5, "lif", 2.0, None, True, 1.0, 0.0, keep, None, "add", spikes, True)
         described = [None], [0.0], [torch.rand(33, device=device)], [1.0]
         step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; spike t2; v0 t1"
         for dtype in DTYPES:
             given = counts, weight.to(dtype), *how[:10], *how[12:], 1e-5, *described, step, keep
             ops.conv_neuron(*given)
-            ops.conv_neuron(*given, spikes, "iand", spikes.to(dtype))
+            ops.conv_neuron(*given, spikes, "iand", spikes.to(dtype), True)
     step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; t4 = sub t1 t3; spike t2; v0 t4; v1 t3"
     for keep in (False, True):
         decay = torch.rand(5, 1, 1, device=device)

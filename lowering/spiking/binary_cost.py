@@ -12,7 +12,7 @@ from sparsecomp.lowering.tuning.cost import Cost, sizes, waves
 _m, _in_pixels, _taps = sizes("conv.m conv.in_pixels conv.taps")
 _c, _k, _groups = sizes("conv.c conv.k conv.groups")
 _cp, _digits, _phases = sizes("conv.cp digits phases")
-_pixels, _slots, _residuals = sizes("pixels slots residuals")
+_pixels, _slots, _residuals, _current_bytes = sizes("pixels slots residuals current_bytes")
 _steps, _operations, _waits = sizes("neurons.steps neurons.operations neurons.waits")
 _bm, _bn, _bk, _warps, _stages = sizes("BM BN BK warps stages")
 _bandwidth, _int8, _processors, _shared = sizes("bandwidth int8 processors shared")
@@ -29,14 +29,15 @@ _START = 3e-6
 
 
 def conv_lif_cost(hopper: bool) -> Cost:
-    """The same walks, in tiles that hold all steps of a pixel, and the neurons' work; spikes are written as bytes."""
+    """The same walks, in tiles that hold all steps of a pixel, and the neurons' work; spikes are written as bytes,
+    and what neurons are given where it is asked for."""
     rows = sympy.ceiling(_pixels * _slots / _bm)
     tiles = rows * sympy.ceiling(_k / (_groups * _bn)) * _groups
     step = _operations * (1 + _waits * (8 / _warps - 1))
     neurons = waves(tiles, _processors) * _bm * _bn * step * _processors / _fp32
     return Cost(
         # at the share of the bandwidth that a convolution's outputs reach
-        bytes=((1.5 + _residuals) * _steps + 6) * _pixels * _k,
+        bytes=((1.5 * (1 + _current_bytes) + _residuals) * _steps + 6) * _pixels * _k,
         # behind the neurons of a tile another tile's products can run
         seconds=_walks(hopper, rows) + neurons / _resident(_stages * (_bm + _digits * _bn) * _bk),
     )

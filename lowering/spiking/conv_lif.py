@@ -3,6 +3,8 @@
 The weight is split as for the convolution alone, in a launch before; the second does all the rest.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ from sparsecomp.reference.lif import behind_norm, lif_reference
 def launch_conv_lif(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
-    connect="add", added=None,
+    connect="add", added=None, currents=False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `sparsecomp.ops.conv_lif`.
 
@@ -49,6 +51,7 @@ def launch_conv_lif(
         counts.device, counts.shape, weight.shape, weight.stride(), tuple(stride), tuple(padding), tuple(dilation),
         groups, digits, scale, spread, channels_last, steps, float(v0), eps, charge, tau, decay_input, threshold,
         reset, keep, given, "" if residual is None else connect, "" if added is None else dtype_name(added),
+        currents,
     )  # fmt: skip
     shape = (counts.shape[0] // steps, weight.shape[0], *size)
     check_residual(residual, connect, (steps, *shape))
@@ -66,7 +69,7 @@ def _record(
     stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...], groups: int, digits: int,
     scale: float, spread: float, channels_last: bool, steps: int, v0: float, eps: float, charge: str, tau: float,
     decay_input: bool, threshold: float, reset: float | None, keep: bool, given: tuple[torch.Size | None, ...],
-    connect: str, added: str,
+    connect: str, added: str, currents: bool,
 ) -> FusedCall:  # fmt: skip
     window = Window.of(weight_shape, stride, padding, dilation)
     v, bias, mean, _, gamma, beta = given
@@ -75,14 +78,14 @@ def _record(
     has = (v is not None, mean is not None, gamma is not None, beta is not None)
     neuron = (v0, eps, tau, threshold, reset or 0.0, steps, charge, decay_input, reset is None, *has)
     weight = torch.empty_strided(weight_shape, strides, dtype=torch.float32, device="meta")
-    problem = _problem(BinaryConv(conv, digits, strides), neuron, keep, connect, added)
+    problem = _problem(BinaryConv(conv, digits, strides), neuron, keep, connect, added, currents)
     return FusedCall(CONV_LIF, problem, PackWeight.of(weight, digits, spread), device)
 
 
-def _problem(product: BinaryConv, neuron: tuple, keep: bool, connect: str, added: str) -> FusedLayer:
+def _problem(product: BinaryConv, neuron: tuple, *rest: Any) -> FusedLayer:
     conv, steps = product.conv, neuron[5]
     step = conv.n // steps * conv.out.image
-    return FusedLayer(product, Lif(step, step, step, conv.k, conv.out.channel, *neuron), keep, connect, added)
+    return FusedLayer(product, Lif(step, step, step, conv.k, conv.out.channel, *neuron), *rest)
 
 
 def _signature(problem: FusedLayer, device: Device) -> KernelSignature:
@@ -102,15 +105,16 @@ def _representative(signature: KernelSignature) -> FusedLayer:
     flags = [bool(given[f"neuron_{name}"]) for name in ("decay_input", "soft_reset")]
     has = [bool(given[f"neuron_has_{name}"]) for name in ("v", "norm", "weight", "bias")]
     neuron = (0.0, 1e-5, 2.0, 1.0, 0.0, steps, str(given["charge"]), *flags, *has)
-    joins = str(given.get("connect", "")), str(given.get("added", ""))
+    joins = str(given.get("connect", "")), str(given.get("added", "")), "currents" in given
     return conv_lif_problem(conv, int(given["digits"]), neuron, bool(given["keep"]), *joins)
 
 
 def conv_lif_problem(
-    conv: Convolution, digits: int, neuron: tuple, keep: bool = True, connect: str = "", added: str = ""
+    conv: Convolution, digits: int, neuron: tuple, keep: bool = True, connect: str = "", added: str = "",
+    currents: bool = False,
 ) -> FusedLayer:  # fmt: skip
     """The problem of a contiguous weight; `neuron` is what `Lif` has from `v0` on."""
-    return _problem(binary_conv_problem(conv, digits), neuron, keep, connect, added)
+    return _problem(binary_conv_problem(conv, digits), neuron, keep, connect, added, currents)
 
 
 def lif_of(problem: FusedLayer) -> Lif:
@@ -123,11 +127,11 @@ def _operands(problem: FusedLayer, device: torch.device, seed: int) -> tuple[Ten
     p, random = lif_of(problem), torch.Generator(device).manual_seed(seed)
     norm = p.has_norm, p.has_weight, p.has_bias
     *layer, bias, mean, var, gamma, beta, added, residual = random_layer(problem, norm, device, random)
-    spikes, last = empty_results(problem, device, 1)
+    spikes, *others = empty_results(problem, device, 1)
     assert spikes is not None
     v = torch.zeros_like(spikes[0], dtype=torch.float32).normal_(generator=random) if p.has_v else None
     rate = torch.full((1,), 0.5, device=device) if p.charge == "plif" else None
-    return (*layer, bias, v, mean, var, gamma, beta, rate, added, residual, spikes, last)
+    return (*layer, bias, v, mean, var, gamma, beta, rate, added, residual, spikes, *others)
 
 
 def _reference(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

@@ -108,7 +108,7 @@ class Described(NamedTuple):
 def launch_conv_neuron(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
-    added=None,
+    added=None, currents=False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `sparsecomp.ops.conv_neuron`.
 
@@ -126,7 +126,7 @@ def launch_conv_neuron(
         tuple(dilation), groups, digits, scale, spread, channels_last, steps, eps, tuple(map(float, starts)),
         tuple(map(float, numbers)), step, keep, given, tuple(None if v is None else v.shape for v in states),
         tuple(p.numel() for p in parameters), "" if residual is None else connect,
-        "" if added is None else dtype_name(added),
+        "" if added is None else dtype_name(added), currents,
     )  # fmt: skip
     shape = (counts.shape[0] // steps, weight.shape[0], *size)
     check_residual(residual, connect, (steps, *shape))
@@ -134,11 +134,11 @@ def launch_conv_neuron(
     residual, added = (lying_as_spikes(one, shape, channels_last) for one in (residual, added))
     given_states = [None if v is None else laid_out(v.reshape(shape), channels_last) for v in states]
     bias, *norm = map(side_by_side, (bias, mean, var, gamma, beta))
-    spikes, *lasts = record(
+    spikes, *lasts, made = record(
         to_bytes(counts), weight, bias, *norm, *_filled(given_states, STATES),
         *_filled([side_by_side(p) for p in parameters], PARAMETERS), added, residual,
     )  # fmt: skip
-    return spikes, *lasts, *(spikes.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(lasts)))
+    return spikes, *lasts, *(spikes.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(lasts))), made
 
 
 def _filled(tensors: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
@@ -152,6 +152,7 @@ def _record(
     scale: float, spread: float, channels_last: bool, steps: int, eps: float, starts: tuple[float, ...],
     numbers: tuple[float, ...], step: str, keep: bool, given: tuple[torch.Size | None, ...],
     states: tuple[torch.Size | None, ...], parameters: tuple[int, ...], connect: str, added: str,
+    currents: bool,
 ) -> FusedCall:  # fmt: skip
     window = Window.of(weight_shape, stride, padding, dilation)
     bias, mean, _, gamma, beta = given
@@ -166,7 +167,7 @@ def _record(
         filled(numbers, NUMBERS), _flags([v is not None for v in states], STATES),
         _flags([True] * len(parameters), PARAMETERS), mean is not None, gamma is not None, beta is not None,
     )  # fmt: skip
-    problem = FusedLayer(BinaryConv(conv, digits, strides), neurons, keep, connect, added)
+    problem = FusedLayer(BinaryConv(conv, digits, strides), neurons, keep, connect, added, currents)
     weight = torch.empty_strided(weight_shape, strides, dtype=getattr(torch, dtype), device="meta")
     split = PackWeight.of(weight, digits, spread)
     return FusedCall(CONV_NEURON, problem, split, device, len(neuron.states), STATES)
@@ -207,34 +208,36 @@ def _representative(signature: KernelSignature) -> FusedLayer:
         steps, neuron_of(str(given["step"])), conv.dtype, 1e-5, by_channel, (0.0,) * STATES, (0.5,) * NUMBERS, states,
         parameters, *norm,
     )  # fmt: skip
-    joins = str(given.get("connect", "")), str(given.get("added", ""))
+    joins = str(given.get("connect", "")), str(given.get("added", "")), "currents" in given
     return conv_neuron_problem(conv, int(given["digits"]), neurons, bool(given["keep"]), *joins)
 
 
 def conv_neuron_problem(
-    conv: Convolution, digits: int, neurons: Described, keep: bool = True, connect: str = "", added: str = ""
+    conv: Convolution, digits: int, neurons: Described, keep: bool = True, connect: str = "", added: str = "",
+    currents: bool = False,
 ) -> FusedLayer:  # fmt: skip
     """The problem of a contiguous weight."""
-    return FusedLayer(binary_conv_problem(conv, digits), neurons, keep, connect, added)
+    return FusedLayer(binary_conv_problem(conv, digits), neurons, keep, connect, added, currents)
 
 
 def _operands(problem: FusedLayer, device: torch.device, seed: int) -> tuple[Tensor | None, ...]:
     p, random = described_of(problem), torch.Generator(device).manual_seed(seed)
     norm = p.has_norm, p.has_weight, p.has_bias
     *layer, added, residual = random_layer(problem, norm, device, random)
-    spikes, *lasts = empty_results(problem, device, len(p.neuron.states))
+    spikes, *lasts, current = empty_results(problem, device, len(p.neuron.states))
     assert spikes is not None
     states = [torch.zeros_like(spikes[0], dtype=torch.float32) if given else None for given in p.has_state]
     parameters = [
         torch.rand(problem.conv.k if several else 1, generator=random, device=device) if given else None
         for given, several in zip(p.has_parameter, p.by_channel, strict=True)
     ]
-    return (*layer, *states, *parameters, added, residual, spikes, *_filled(lasts, STATES))
+    return (*layer, *states, *parameters, added, residual, spikes, *_filled(lasts, STATES), current)
 
 
 def _reference(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     p, (mean, var, gamma, beta), rest = described_of(problem), operands[5:9], operands[9:]
-    states, parameters, (added, residual, *_) = rest[:STATES], rest[STATES : STATES + PARAMETERS], rest[-5:]
+    states, parameters, joins = rest[:STATES], rest[STATES : STATES + PARAMETERS], rest[STATES + PARAMETERS :]
+    added, residual, *_ = joins
     sums = reference_current(problem, operands).to(getattr(torch, p.dtype))
     current = joined_current(sums, mean, var, gamma, beta, p.eps, added).float()
     trailing = (-1, *[1] * (current.dim() - 3))

@@ -50,6 +50,7 @@ class FusedLayer(NamedTuple):
         keep: the last states are written.
         connect: how the spikes are joined with a residual that lies as they do; empty without one.
         added: dtype of what is added to the neurons' input, and lies as the spikes; empty without it.
+        currents: what the neurons are given is written, in the layer's dtype.
     """
 
     product: BinaryConv
@@ -57,6 +58,7 @@ class FusedLayer(NamedTuple):
     keep: bool
     connect: str = ""
     added: str = ""
+    currents: bool = False
 
     @property
     def name(self) -> str:
@@ -77,6 +79,11 @@ class FusedLayer(NamedTuple):
     def residuals(self) -> int:
         """Bytes a spike of what is joined with the spikes, and with the neurons' input."""
         return int(bool(self.connect)) + (getattr(torch, self.added).itemsize if self.added else 0)
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes a spike of what neurons are given, if it is written."""
+        return getattr(torch, self.conv.dtype).itemsize if self.currents else 0
 
     @property
     def slots(self) -> int:
@@ -130,25 +137,29 @@ class FusedCall:
         self._strides = (*images, conv.out.channel, *pixels)
         self._planes, self._device, self._keep = split.planes, device, problem.keep
         self._states, self._unused = states, (None,) * (room - states if problem.keep else room)
+        self._currents = getattr(torch, conv.dtype), problem.currents
         some = conv.m * conv.k > 0
         self._pack = dispatch.prepared(PACK_WEIGHT, split, device) if some else None
         self._run = dispatch.prepared(operation, problem, device) if some else None
 
     def __call__(self, x: Tensor, weight: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
-        """Spikes and last states; `operands` are the kernel's from the bias on."""
+        """Spikes, last states and what neurons are given; `operands` are the kernel's from the bias on."""
         device = self._device
         spikes = torch.empty_strided(self._shape, self._strides, dtype=torch.int8, device=device)
         shape, strides = (self._shape[1:], self._strides[1:]) if self._keep else ((0,), (1,))
         lasts = [
             torch.empty_strided(shape, strides, dtype=torch.float32, device=device) for _ in range(self._states)
         ]
+        dtype, given = self._currents
+        shape, strides = (self._shape, self._strides) if given else ((0,), (1,))
+        currents = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         if self._pack is not None and self._run is not None:
             planes = torch.empty(self._planes, dtype=torch.int8, device=device)
             scales = torch.empty(self._planes[1:2], dtype=torch.float32, device=device)
             self._pack(planar(weight), planes, scales)
-            written = lasts if self._keep else ()
-            self._run(x, planes, scales, weight, *operands, spikes, *written, *self._unused)
-        return spikes, *lasts
+            written = (*(lasts if self._keep else ()), *self._unused, currents if given else None)
+            self._run(x, planes, scales, weight, *operands, spikes, *written)
+        return spikes, *lasts, currents
 
 
 def lying_as_spikes(x: Tensor | None, step: tuple[int, ...], channels_last: bool) -> Tensor | None:
@@ -157,8 +168,8 @@ def lying_as_spikes(x: Tensor | None, step: tuple[int, ...], channels_last: bool
 
 
 def joins_of(problem: FusedLayer) -> tuple[tuple[str, str], ...]:
-    """What a signature says of a problem's residuals."""
-    joins = ("connect", problem.connect), ("added", problem.added)
+    """What a signature says of a problem's residuals, and of what it writes besides."""
+    joins = ("connect", problem.connect), ("added", problem.added), ("currents", "written" if problem.currents else "")
     return tuple((name, how) for name, how in joins if how)
 
 
@@ -211,10 +222,11 @@ def random_layer(
 
 
 def empty_results(problem: FusedLayer, device: torch.device, states: int) -> tuple[Tensor | None, ...]:
-    """Spikes and last states, full of values that no result has."""
-    like = problem.conv.poisoned_output(device).float().unflatten(0, (problem.neurons.steps, -1))
+    """Spikes, last states and what neurons are given, full of values that no result has."""
+    current = problem.conv.poisoned_output(device).unflatten(0, (problem.neurons.steps, -1))
+    like = current.float()
     lasts = [like[0].clone() if problem.keep else None for _ in range(states)]
-    return torch.full_like(like, 77, dtype=torch.int8), *lasts
+    return torch.full_like(like, 77, dtype=torch.int8), *lasts, current.clone() if problem.currents else None
 
 
 def reference_current(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> Tensor:

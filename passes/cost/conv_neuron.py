@@ -41,11 +41,15 @@ class Behind(NamedTuple):
         steps: time steps.
         divides: a step takes a division.
         instructions: of a step of described neurons; 0 of the library's.
+        written: what they are given is written for others, too.
+        joined: something is added to what the layer gives on the way to them.
     """
 
     steps: int
     divides: bool = False
     instructions: int = 0
+    written: bool = False
+    joined: bool = False
 
     @property
     def operations(self) -> float:
@@ -66,8 +70,9 @@ def decide(site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
     slots = 1 << (steps - 1).bit_length()
     rows = _neurons(site) * slots / steps
     work = behind.operations * rows / card.fp32 + (_TAIL if rows >= _BLOCK * card.processors else _TAIL / 2)
-    # spikes and last membranes, in place of the numbers that a product of so many rows writes
-    written = ((1 + 4 / steps) * _neurons(site) - site.itemsize * rows) / (_SHARE * card.bandwidth)
+    # spikes, last membranes and what others read, in place of the numbers that a product of so many rows writes
+    bytes_each = 1 + 4 / steps + site.itemsize * behind.written
+    written = (bytes_each * _neurons(site) - site.itemsize * rows) / (_SHARE * card.bandwidth)
     times = {
         "dense": Time(product, layer).plus(_alone(_neurons(site), site.itemsize, behind, card)),
         "fused": Time(product * slots / steps + work + written, layer),
@@ -120,11 +125,11 @@ def _neurons(site: SiteInfo) -> int:
 def _alone(neurons: int, itemsize: int, behind: Behind, card: Card) -> Time:
     """Of the neurons in a launch of their own: numbers are read, spikes written, and last membranes.
 
-    A batch-norm before described neurons is a pass of Inductor's.
+    A batch-norm before described neurons is a pass of Inductor's, and so is a sum.
     """
-    norm = 2 * itemsize if behind.instructions else 0
-    traffic = (itemsize + 1 + 4 / behind.steps + norm) * neurons / (_SHARE * card.bandwidth)
-    launches = 1 + bool(norm)
+    between = 2 * itemsize if behind.instructions or behind.joined else 0
+    traffic = (itemsize + 1 + 4 / behind.steps + between) * neurons / (_SHARE * card.bandwidth)
+    launches = 1 + bool(between)
     return Time(traffic + launches * card.launch, host.OPERATOR + launches * host.LAUNCH)
 
 

@@ -29,6 +29,7 @@ from sparsecomp.passes.spiking.neurons_behind import (
     behind_of,
     between_of,
     idle_readers,
+    place_of,
     why_apart,
 )
 from sparsecomp.passes.spiking.operand import attribute
@@ -36,8 +37,10 @@ from sparsecomp.reference.facts import is_dyadic
 from sparsecomp.reference.geometry import Window, is_channels_last
 
 _SPIKES = 0
+_CURRENTS: Mapping[Any, int] = {LIF: 2, DESCRIBED: 3}
+"""Where the operators of both have what the neurons are given among their results."""
 _CONV, _LINEAR = torch.ops.sparsecomp.spike_conv.default, torch.ops.sparsecomp.spike_linear.default
-_TOGETHER: Mapping[Any, Any] = {
+_OPERATORS: Mapping[Any, Any] = {
     LIF: torch.ops.sparsecomp.conv_lif.default, DESCRIBED: torch.ops.sparsecomp.conv_neuron.default
 }  # fmt: skip
 
@@ -85,10 +88,12 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return Refusal(found.why, found.details, found.estimate, layer.node)
     steps = example_of(node.args[0]).shape[0]
     reason = f"with the neurons behind it in one launch, {steps} time steps; {found.reason}"
-    idle = [one for part in layer.between.nodes for one in idle_readers(part)]
-    dead = (*idle, *layer.between.nodes)
+    written, place = bool(layer.between.others({node})), place_of(node, layer.between, ctx)
+    assert place is not None
+    reason += "; what the neurons are given is written for others, too" if written else ""
     return Plan(
-        lambda: _build(node, layer), reason, "fused", dead=dead, estimate=found.estimate, layer=layer.node
+        lambda: _build(node, layer, written, place), reason, "fused", dead=_gone(node, layer.between),
+        estimate=found.estimate, layer=layer.node, places=(place,),
     )  # fmt: skip
 
 
@@ -113,7 +118,7 @@ def _considered(node: fx.Node, layer: _Product, ctx: Context) -> Decision | Refu
     if site is None:
         return Decision("fused", "neurons='fuse' was asked for") if asked else refuse(Why.UNKNOWN_SHAPE)
     card = H100 if not torch.cuda.is_available() else card_of(x.device)
-    decision = gate.decide(site, behind_of(node), card if ctx.target is None else ctx.target.card)
+    decision = gate.decide(site, behind_of(node, layer.between), card if ctx.target is None else ctx.target.card)
     if asked:
         return decision._replace(implementation="fused", reason="neurons='fuse' was asked for")
     if decision.dense:
@@ -151,7 +156,25 @@ def _site(layer: _Product, hosted: bool) -> SiteInfo | None:
     )  # fmt: skip
 
 
-def _build(node: fx.Node, layer: _Product) -> Mapping[fx.Node, fx.Node]:
+def _gone(neurons: fx.Node, between: Between) -> tuple[fx.Node, ...]:
+    """What nobody reads any more once the layer and its neurons are one operator, the last first.
+
+    Who reads what the neurons are given, or views of that, reads the operator's.
+    """
+    idle = [one for part in between.nodes for one in idle_readers(part)]
+    gone, views = {neurons, *idle}, between.nodes[: between.nodes.index(between.given)]
+    for one in views:
+        if gone.issuperset(one.users):
+            gone.add(one)
+    return (*idle, *(one for one in between.nodes if one in gone or one not in views))
+
+
+def _build(node: fx.Node, layer: _Product, written: bool, place: fx.Node) -> Mapping[fx.Node, fx.Node]:
+    with node.graph.inserting_before(place):
+        return _together(node, layer, written)
+
+
+def _together(node: fx.Node, layer: _Product, written: bool) -> Mapping[fx.Node, fx.Node]:
     def emit(target: Any, *inputs: Any) -> fx.Node:
         return call(node.graph, node, target, *inputs)
 
@@ -161,10 +184,10 @@ def _build(node: fx.Node, layer: _Product) -> Mapping[fx.Node, fx.Node]:
         counts = emit(torch.reshape, counts, (-1, example_of(layer.weight).shape[1], 1, 1))
     kept = any(user.args[1] != _SPIKES and user.users for user in node.users)
     both = emit(
-        _TOGETHER[node.target], counts, layer.weight, layer.bias, *layer.window, layer.groups, layer.digits,
+        _OPERATORS[node.target], counts, layer.weight, layer.bias, *layer.window, layer.groups, layer.digits,
         layer.scale, layer.spread, layer.is_linear or is_channels_last(out), current.shape[0],
         *(_described if node.target is DESCRIBED else _library)(node, layer.between, emit), kept,
-        *_added(layer.between, current, node, emit),
+        *_besides(layer.between, current, node, written, emit),
     )  # fmt: skip
     results = {}
     for item in node.users:
@@ -172,6 +195,10 @@ def _build(node: fx.Node, layer: _Product) -> Mapping[fx.Node, fx.Node]:
         if layer.is_linear and (kept or item.args[1] == _SPIKES):
             part = emit(torch.flatten, part, 2 if item.args[1] == _SPIKES else 1)
         results[item] = part
+    if written:
+        given = layer.between.given
+        part = emit(operator.getitem, both, _CURRENTS[node.target])
+        results[given] = emit(torch.reshape, part, tuple(example_of(given).shape))
     return results
 
 
@@ -199,13 +226,16 @@ def _norm(between: Between) -> tuple[Any, ...]:
     return (*(attribute(op, name) for name in ("running_mean", "running_var", "weight", "bias")), op.get("eps"))
 
 
-def _added(between: Between, current: torch.Tensor, node: fx.Node, emit: Any) -> tuple[Any, ...]:
-    """The last arguments, of a sum on the way to the neurons."""
+def _besides(
+    between: Between, current: torch.Tensor, node: fx.Node, written: bool, emit: Any
+) -> tuple[Any, ...]:  # fmt: skip
+    """The last arguments, of a sum on the way to the neurons, and whether what they are given is `written`."""
     added = between.added_in_bytes(node)
-    if added is None:
-        return ()
-    whole = added if example_of(between.added).shape == current.shape else emit(torch.reshape, added, current.shape)
-    return (None, "add", whole)
+    if added is not None and example_of(between.added).shape != current.shape:
+        added = emit(torch.reshape, added, current.shape)
+    if written:
+        return (None, "add", added, True)
+    return () if added is None else (None, "add", added)
 
 
 def _counts(layer: _Product, emit: Any) -> fx.Node:

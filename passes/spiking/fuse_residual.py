@@ -16,10 +16,10 @@ import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call
 from sparsecomp.passes.facts.spike_sources import RESIDUAL
 from sparsecomp.passes.graph.canonicalize import example_of, op_of, target_name
-from sparsecomp.passes.spiking.neurons_behind import idle_readers, unviewed
+from sparsecomp.passes.spiking.neurons_behind import idle_readers, lie_alike, unviewed
 
 _LAYERS = (torch.ops.sparsecomp.conv_lif.default, torch.ops.sparsecomp.conv_neuron.default)
-_SPIKES, *_STATES = range(3)
+_SPIKES, *_OTHERS = range(4)
 
 
 class _Site(NamedTuple):
@@ -114,13 +114,13 @@ def _obstacle(node: fx.Node, site: _Site, ctx: Context) -> str | None:
         return f"the residual is {tuple(residual.shape)}, and the spikes are {tuple(joined.shape)}"
     if joined.shape != example_of(spikes).shape and not _is_flat(joined, example_of(spikes)):
         return "it is joined with another view of the spikes"
-    if not _lie_alike(residual, joined):
+    if not lie_alike(residual, joined):
         return "the residual lies in another order than the spikes"
     chain = {node, *site.chain}.union(*map(idle_readers, site.chain))
     if site.residual in site.chain or any(user not in chain for part in site.chain for user in part.users):
         return "somebody else reads the spikes"
     others = [user for user in layer.users if user is not spikes]
-    if any(user.target is not operator.getitem or user.args[1] not in _STATES for user in others):
+    if any(user.target is not operator.getitem or user.args[1] not in _OTHERS for user in others):
         return "somebody else reads the spikes"
     if _is_there(site, ctx):
         return None if unchanged(site.residual, layer, before) else "the residual is written to before it is read"
@@ -128,7 +128,7 @@ def _obstacle(node: fx.Node, site: _Site, ctx: Context) -> str | None:
         return "what the layer reads is written to before the residual is there"
     order = ctx.analysis.order
     if any(order[user] < order[node] for part in others for user in part.users):
-        return "the membranes are read before the residual is there"
+        return "what the layer gives besides is read before the residual is there"
     return None
 
 
@@ -140,11 +140,6 @@ def _is_there(site: _Site, ctx: Context) -> bool:
 def _is_flat(joined: torch.Tensor, spikes: torch.Tensor) -> bool:
     """Whether a view of maps of one pixel, as a linear layer's are, leaves out the pixels."""
     return joined.shape == spikes.shape[:3] and all(size == 1 for size in spikes.shape[3:])
-
-
-def _lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    of_several = [dim for dim, size in enumerate(a.shape) if size != 1]
-    return all(a.stride(dim) == b.stride(dim) for dim in of_several)
 
 
 def _build(node: fx.Node, site: _Site, place: fx.Node) -> Mapping[fx.Node, fx.Node]:

@@ -47,8 +47,23 @@ class Between:
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """All that nobody reads any more if both become one launch, but for the neurons, the last first."""
+        """All that is computed in the launch if both become one, but for the neurons, the last first."""
         return (*self.chain, self.layer)
+
+    @property
+    def given(self) -> fx.Node:
+        """What makes the numbers that the neurons are given, of which all behind it are views or a cast."""
+        return self.joint or (self.norm and self.norm.node) or self.layer
+
+    def others(self, readers: set[fx.Node]) -> list[fx.Node]:
+        """Who reads what the neurons, these `readers`, are given besides them: it has to be written for them."""
+        behind = self.nodes[: self.nodes.index(self.given) + 1]
+        inside = {*readers, *self.nodes}.union(*map(idle_readers, self.nodes))
+        return [user for one in behind for user in one.users if user not in inside]
+
+    def on_the_way(self, behind: Behind, readers: set[fx.Node]) -> Behind:
+        """Neurons, these `readers`, with what is between the layer and them."""
+        return behind._replace(written=bool(self.others(readers)), joined=self.joint is not None)
 
     def bytes_added(self) -> fx.Node | None:
         """What is added, if it is widened bytes: the widened tensor, behind views."""
@@ -60,14 +75,14 @@ class Between:
         return self.added if self.added is None or self.bytes_added() is None else in_bytes(self.added, like)
 
 
-def behind_of(neurons: fx.Node) -> Behind:
-    """What a call of neurons does, for an estimate."""
+def behind_of(neurons: fx.Node, between: Between) -> Behind:
+    """What a call of neurons does with what a layer gives, for an estimate."""
     steps = example_of(neurons.args[0]).shape[0]
     if neurons.target is DESCRIBED:
-        return behind_described(steps, neuron_of(str(neurons.args[5])))
+        return between.on_the_way(behind_described(steps, neuron_of(str(neurons.args[5]))), {neurons})
     *_, charge, tau = neurons.args[:10]
     assert isinstance(tau, int | float)
-    return Behind(steps, divides=charge == "lif" and not is_power_of_two(tau))
+    return between.on_the_way(Behind(steps, divides=charge == "lif" and not is_power_of_two(tau)), {neurons})
 
 
 def behind_described(steps: int, neuron: Neuron) -> Behind:
@@ -79,17 +94,24 @@ def behind_described(steps: int, neuron: Neuron) -> Behind:
 
 def neurons_behind(layer: fx.Node, linear: bool, ctx: Context) -> Behind | None:
     """The neurons that a card can run with a layer in one launch, if there are such."""
-    out, reader = example_of(layer), layer
+    out = example_of(layer)
     if DISABLED_BY in ctx.options.disable or out is None or not (linear or is_channels_last(out)):
         return None
-    while reader.target not in (LIF, DESCRIBED):
-        idle = idle_readers(reader)
-        readers = [user for user in reader.users if user not in idle]
-        if len(readers) != 1:
-            return None
-        reader = readers[0]
-    between = between_of(reader, lambda node: node is layer)
-    return None if between is None or why_apart(reader, between, linear, ctx) else behind_of(reader)
+    for neurons in _neurons_that_read(layer):
+        between = between_of(neurons, lambda node: node is layer)
+        if between is not None and not why_apart(neurons, between, linear, ctx):
+            return behind_of(neurons, between)
+    return None
+
+
+def _neurons_that_read(node: fx.Node) -> Iterator[fx.Node]:
+    """The neurons that are given a node, or what views, a batch-norm, a sum or a cast make of it, the first first."""
+    for reader in node.users:
+        op = op_of(reader)
+        if reader.target in (LIF, DESCRIBED):
+            yield reader
+        elif op is not None and (op.has(Trait.VIEW | Trait.CAST) or op.name in ("add", "batch_norm")):
+            yield from _neurons_that_read(reader)
 
 
 def between_of(neurons: fx.Node, is_layer: Callable[[fx.Node], bool]) -> Between | None:
@@ -146,12 +168,25 @@ def why_apart(neurons: fx.Node, between: Between, linear: bool, ctx: Context) ->
     if neurons.target is LIF and out.dtype is not torch.float32:
         return f"its result is {out.dtype}; the neurons take float32"
     found = _between_obstacle(between, {neurons}, ctx)
+    if found is None and place_of(neurons, between, ctx) is None:
+        found = "somebody else reads its result before all is there that the neurons read"
     if found is not None:
         return found
     if any(user.target is not operator.getitem for user in neurons.users):
         return "the neurons' results are read together"
-    found = shape_obstacle(current, between, linear)
+    found = shape_obstacle(current, between, linear) or _layout_obstacle(between, {neurons})
     return found or (_parameter_obstacle(neurons, current) if neurons.target is DESCRIBED else None)
+
+
+def place_of(neurons: fx.Node, between: Between, ctx: Context) -> fx.Node | None:
+    """The node before which one launch has to stand, of the neurons and who else reads what they are given the first;
+    None if something that the neurons read is not there yet, or other than when they would run."""
+    order, unchanged = ctx.analysis.order, ctx.analysis.unchanged
+    place = min((neurons, *between.others({neurons})), key=order.__getitem__)
+    read = [one for one in neurons.all_input_nodes if one is not neurons.args[0]]
+    if place is neurons or all(order[one] < order[place] and unchanged(one, place, neurons) for one in read):
+        return place
+    return None
 
 
 def op_input(layer: fx.Node) -> Any:
@@ -162,8 +197,10 @@ def op_input(layer: fx.Node) -> Any:
 
 def written_obstacle(x: fx.Node, readers: set[fx.Node], between: Between, linear: bool, ctx: Context) -> str | None:
     """As :func:`why_apart`, of neurons that are no operator yet, but these nodes that read `x` (T, N, K, …)."""
-    found = _between_obstacle(between, readers, ctx)
-    return found or shape_obstacle(example_of(x), between, linear)
+    found, order = _between_obstacle(between, readers, ctx), ctx.analysis.order
+    if any(order[user] < order[reader] for user in between.others(readers) for reader in readers):
+        return "somebody else reads its result before the neurons do"
+    return found or shape_obstacle(example_of(x), between, linear) or _layout_obstacle(between, readers)
 
 
 def shape_obstacle(current: torch.Tensor, between: Between, linear: bool) -> str | None:
@@ -186,6 +223,20 @@ def shape_obstacle(current: torch.Tensor, between: Between, linear: bool) -> str
     return None
 
 
+def _layout_obstacle(between: Between, readers: set[fx.Node]) -> str | None:
+    """What neurons are given would be written as the layer's result lies."""
+    given, out = example_of(between.given), example_of(between.layer)
+    if not between.others(readers) or lie_alike(given, out.reshape(given.shape)):
+        return None
+    return "somebody else reads its result, which lies in another order"
+
+
+def lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same strides, where these count."""
+    of_several = [dim for dim, size in enumerate(a.shape) if size != 1]
+    return all(a.stride(dim) == b.stride(dim) for dim in of_several)
+
+
 def _between_obstacle(between: Between, readers: set[fx.Node], ctx: Context) -> str | None:
     unchanged, out, joint = ctx.analysis.unchanged, example_of(between.layer), between.joint
     passed = [one for one in (joint, between.norm and between.norm.node) if one is not None]
@@ -198,8 +249,9 @@ def _between_obstacle(between: Between, readers: set[fx.Node], ctx: Context) -> 
     written += [one for one in before if joint is not None and not unchanged(one, one, joint.prev)]
     if written:
         return "its result is written to in place"
-    chain = {*readers, *between.nodes}.union(*map(idle_readers, between.nodes))
-    if any(user not in chain for one in between.nodes for user in one.users):
+    others = between.others(readers)
+    inside = {*readers, *between.nodes}.union(*map(idle_readers, between.nodes))
+    if any(user not in inside and user not in others for one in between.nodes for user in one.users):
         return "somebody else reads its result"
     read = [(one, between.layer) for one in between.layer.all_input_nodes]
     if between.norm is not None:

@@ -64,6 +64,7 @@ def _with_its_layer(
         return None
     if written_obstacle(x, readers, between, linear, ctx):
         return None
+    behind = between.on_the_way(behind, readers)
     return (linear_with_neurons if linear else conv_with_neurons)(between.layer, behind, ctx)
 
 

@@ -125,7 +125,7 @@ def _lif():
 def _conv_lif():
     layer = fired(6, 6, 5, 7).to(torch.int8), torch.randn(5, 6, 3, 3), torch.randn(5), *WINDOW, 1, 3, 1.0, SPREAD, False
     neuron = torch.randn(2, 5, 5, 7), 0.0, *by_channel(), 1e-5, "lif", 2.0, None, True, 0.1, 0.0
-    return *layer, 3, *neuron, True, fired(3, 2, 5, 5, 7).to(torch.int8), "add", torch.randn(3, 2, 5, 5, 7)
+    return *layer, 3, *neuron, True, fired(3, 2, 5, 5, 7).to(torch.int8), "add", torch.randn(3, 2, 5, 5, 7), True
 
 
 NEURON = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; "
@@ -142,7 +142,7 @@ def _conv_neuron():
     layer = fired(6, 6, 5, 7).to(torch.int8), torch.randn(5, 6, 3, 3), torch.randn(5), *WINDOW, 1, 3, 1.0, SPREAD, False
     step = NEURON + "t3 = where t2 n1 t1; spike t2; v0 t3"
     neuron = 1e-5, [torch.randn(2, 5, 5, 7)], [0.0], [torch.rand(5)], [0.3, 0.0], step, True
-    joins = fired(3, 2, 5, 5, 7).to(torch.int8), "add", torch.randn(3, 2, 5, 5, 7)
+    joins = fired(3, 2, 5, 5, 7).to(torch.int8), "add", torch.randn(3, 2, 5, 5, 7), True
     return *layer, 3, *by_channel(), *neuron, *joins
 
 

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 from snn_fixtures import stub_torchvision
-from snn_zoo import WEIGHT_RULES, Run, assert_exact, gradients_beside_eager, images, run_beside_eager, sixteenths
+from snn_zoo import (
+    WEIGHT_RULES,
+    Run,
+    assert_exact,
+    compiler,
+    gradients_beside_eager,
+    images,
+    run_beside_eager,
+    sixteenths,
+)
 from torch import nn
 
 pytest.importorskip("spikingjelly", reason="spikingjelly is not installed")
@@ -181,6 +190,26 @@ BETWEEN = {
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_stands_between_a_spike_and_the_next_weight_layer(name):
     assert _domains(_evaluated(name)) == BETWEEN[name]
+
+
+BLOCKS = {
+    # behind the stem 8 blocks of two layers: the last of each gives a sum that the next block's shortcut reads, but one
+    "MS-ResNet-18": (16, 7), "Max-ResNet-18": (13, 7), "Spike-driven Transformer": (8, 2),
+}  # fmt: skip
+
+
+@pytest.mark.slow(reason="models of a library")
+@pytest.mark.parametrize("name", BLOCKS)
+def test_sums_of_blocks_are_written_by_the_launch_of_a_layer_and_its_neurons(name):
+    build, shape, _ = MODELS[name]
+    model, x, reports = sixteenths(build()).eval(), images(*shape), []
+    with torch.no_grad():
+        expected = model(x)
+        _sj("functional").reset_net(model)
+        found = torch.compile(model, backend=compiler(reports, neurons="fuse"))(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    fused = [site.reason for site in reports[0].sites if site.rule == "fuse_conv_neuron" and site.rewritten]
+    assert (len(fused), sum("is written for others" in reason for reason in fused)) == BLOCKS[name]
 
 
 SMALL = {

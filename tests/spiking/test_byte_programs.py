@@ -48,7 +48,7 @@ class Program:
     def fire(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Spikes of a layer with its neurons, and last membranes at every step."""
         counts = counts.flatten(0, 1)[..., None, None]
-        spikes, last = torch.ops.sparsecomp.conv_lif.default(counts, self.weight, None, *HOW, *NEURON)
+        spikes, last, _ = torch.ops.sparsecomp.conv_lif.default(counts, self.weight, None, *HOW, *NEURON)
         return spikes.flatten(2), last.flatten(1).expand(STEPS, -1, -1).clone()
 
 

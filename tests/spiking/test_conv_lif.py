@@ -27,19 +27,21 @@ def statistics(channels, device, affine=True):
     return (mean, var, gamma, beta) if affine else (mean, var, None, None)
 
 
-def both(x, weight, bias, window, groups, digits, channels_last, steps, neuron, scale=1.0, keep=True, **connected):
-    """Spikes and last membranes of one launch, and of the two launches. `connected`: a residual, and how."""
+def both(x, weight, bias, window, groups, digits, channels_last, steps, neuron, scale=1.0, keep=True, **joins):
+    """Spikes and last membranes of one launch, and of the two launches, and what the neurons are given where `joins`
+    asks for it, which has also what is added, a residual, and how."""
     from sparsecomp.lowering.spiking import conv_lif, lif, spike_conv
     from sparsecomp.lowering.spiking.packing import to_bytes
 
     counts = to_bytes(x)
     how = (*window, groups, digits)
-    fused = conv_lif.launch_conv_lif(
-        counts, weight, bias, *how, scale, SPREAD, channels_last, steps, *neuron, keep, **connected
+    *fused, currents = conv_lif.launch_conv_lif(
+        counts, weight, bias, *how, scale, SPREAD, channels_last, steps, *neuron, keep, **joins
     )  # fmt: skip
     current = spike_conv.launch_counts(counts, weight, bias, *how, "binary", scale, None, SPREAD, channels_last)
     apart = lif.launch_lif(current.unflatten(0, (steps, -1)), *neuron)
-    return fused, apart
+    assert joins.get("currents") or currents.shape == (0,)
+    return (*fused, currents) if joins.get("currents") else tuple(fused), apart
 
 
 def sample(shape, kernel, device, seed=0, high=1):
@@ -139,10 +141,12 @@ def test_what_neurons_are_given_besides(name, kind, device):
     plain, _ = both(x, weight, bias, window, groups, digits, channels_last, 4, neuron)
     added = torch.randint(-2, 3, plain[0].shape, generator=torch.Generator().manual_seed(4)).to(device, kind)
     normed = (*neuron[:2], *norm, None, None, 0.0, *neuron[7:])
-    fused, _ = both(x, weight, bias, window, groups, digits, channels_last, 4, normed, added=added)
+    joins = {"added": added, "currents": True}
+    fused, _ = both(x, weight, bias, window, groups, digits, channels_last, 4, normed, **joins)
     how = (*window, groups, digits, "binary", 1.0, None, SPREAD, channels_last)
     current = 2 * spike_conv.launch_counts(x, weight, bias, *how).unflatten(0, (4, -1)) + added
-    assert_same(fused, lif.launch_lif(current, *neuron))
+    assert_same(fused, (*lif.launch_lif(current, *neuron), torch.empty_like(fused[2]).copy_(current)))
+    assert fused[2].stride() == fused[0].stride()
     assert not plain[0].numel() or not torch.equal(fused[0], plain[0])
 
 
@@ -177,8 +181,8 @@ def test_operator_with_a_residual(connect):
     given = (x, weight, bias, *window, 1, 3, 1.0, SPREAD, True, 4, *neuron_arguments("if"), True)
     residual = torch.randint(0, 100, (4, 2, 24, 5, 4), dtype=torch.int8)
     torch.library.opcheck(torch.ops.sparsecomp.conv_lif.default, (*given, residual, connect))
-    alone, last = ops.conv_lif(*given)
-    found = ops.conv_lif(*given, residual, connect)
+    alone, last, _ = ops.conv_lif(*given)
+    *found, _ = ops.conv_lif(*given, residual, connect)
     assert_same(found, (torch.empty_like(alone).copy_(JOINED[connect](alone, residual)), last))
     with pytest.raises(InputError, match="a residual of torch.int8 .8, 24, 5, 4.: give int8 of the shape"):
         ops.conv_lif(*given, residual.flatten(0, 1), connect)
@@ -202,16 +206,17 @@ def test_operator(keep, linear):
         x, weight, bias, *window, 1, 3, "binary", 0.5, None, SPREAD, True
     )  # fmt: skip
     spikes, last = ops.lif(current.unflatten(0, (4, 2)), *neuron)
-    found = ops.conv_lif(*args)
+    *found, none = ops.conv_lif(*args)
+    assert none.shape == (0,)
     assert 0.02 < spikes.float().mean() < 0.98
-    torch.testing.assert_close(found, (spikes, last if keep else last.new_empty(0)), rtol=0, atol=0)
+    torch.testing.assert_close(found, [spikes, last if keep else last.new_empty(0)], rtol=0, atol=0)
 
 
 KERNEL_TYPES = """
 F = "*fp32"
 types = dict(x_ptr="*i8", w_ptr="*i8", scale_ptr=F, weight_ptr=F, bias_ptr=F, v_ptr=F, mean_ptr=F, var_ptr=F,
-             gamma_ptr=F, beta_ptr=F, rate_ptr=F, residual_ptr="*i8", spikes_ptr="*i8", last_ptr=F, multiplier="fp32",
-             v0="fp32", eps="fp32", tau="fp32", threshold="fp32", reset="fp32")
+             gamma_ptr=F, beta_ptr=F, rate_ptr=F, residual_ptr="*i8", spikes_ptr="*i8", last_ptr=F, current_ptr=F,
+             multiplier="fp32", v0="fp32", eps="fp32", tau="fp32", threshold="fp32", reset="fp32")
 whole = ("C", "K", "CP", "out_pixel", "out_image")
 """
 
@@ -225,12 +230,12 @@ whole = ("C", "K", "CP", "out_pixel", "out_image")
         (
             "plif", 16,
             "T=3, VOLUMES=True, mean_ptr=None, var_ptr=None, gamma_ptr=None, beta_ptr=None, last_ptr=None, "
-            "CONNECT='', residual_ptr=None",
+            "CONNECT='', residual_ptr=None, current_ptr=None",
         ),
         (
             "if", 1,
             "T=1, VOLUMES=False, D=1, OD=1, stride_d=1, dil_d=1, rate_ptr=None, gamma_ptr=None, beta_ptr=None, "
-            "CONNECT='iand'",
+            "CONNECT='iand', current_ptr=None",
         ),
     ],
 )  # fmt: skip
@@ -254,14 +259,16 @@ print(built.asm["ptx"])
 
 @pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize(
-    ("digits", "slots", "charge", "blocks", "connect"),
+    ("digits", "slots", "charge", "blocks", "connect", "currents"),
     [
-        (2, 4, "if", (256, 64, 8), ""), (3, 4, "lif", (128, 128, 8), "add"), (3, 2, "lif", (128, 64, 4), "and"),
-        (4, 16, "plif", (64, 64, 4), ""), (3, 1, "if", (128, 64, 8), "iand"), (3, 4, "lif", (128, 64, 4), "add"),
-        (3, 4, "lif", (256, 64, 8), "add"),
+        (2, 4, "if", (256, 64, 8), "", False), (3, 4, "lif", (128, 128, 8), "add", False),
+        (3, 2, "lif", (128, 64, 4), "and", False), (4, 16, "plif", (64, 64, 4), "", False),
+        (3, 1, "if", (128, 64, 8), "iand", False), (3, 4, "lif", (128, 64, 4), "add", False),
+        (3, 4, "lif", (256, 64, 8), "add", False), (3, 4, "lif", (128, 128, 8), "", True),
+        (3, 4, "lif", (128, 64, 4), "", True),
     ],
 )  # fmt: skip
-def test_hopper_kernel_compiles_without_spills_and_moves_whole_vectors(digits, slots, charge, blocks, connect):
+def test_hopper_kernel_compiles_without_spills_to_whole_vectors(digits, slots, charge, blocks, connect, currents):
     printed = compile_in_subprocess(
         KERNEL_TYPES
         + f"""
@@ -273,6 +280,8 @@ constants = dict(v_ptr=None, added_ptr=None, R=3, S=3, GROUPS=1, DIGITS={digits}
                  BM=BM, BN=BN, BK=64, STAGES=4, num_warps=WARPS, out_channel=1, CONNECT="{connect}")
 if not "{connect}":
     constants["residual_ptr"] = None
+if not {currents}:
+    constants["current_ptr"] = None
 if "{charge}" != "plif":
     constants["rate_ptr"] = None
 if "{charge}" == "if":
@@ -323,10 +332,10 @@ def test_blocks_of_short_loops_have_the_bits_of_float64(depth, stages):
             if (candidate.config["BK"], candidate.config["stages"]) == (depth, stages):
                 launch = candidate.template.prepare(problem, candidate.config)
                 for _ in range(10):
-                    operands[-2].fill_(77), operands[-1].fill_(torch.nan)
+                    operands[-3].fill_(77), operands[-2].fill_(torch.nan)
                     launch(*operands)
-                    assert torch.equal(operands[-2], torch.stack(spikes).to(torch.int8)), (candidate.config, steps)
-                    assert torch.equal(operands[-1].double(), membrane), (candidate.config, steps)
+                    assert torch.equal(operands[-3], torch.stack(spikes).to(torch.int8)), (candidate.config, steps)
+                    assert torch.equal(operands[-2].double(), membrane), (candidate.config, steps)
                     tried += 1
     if not tried:
         pytest.skip("no kernel for this card has such blocks")

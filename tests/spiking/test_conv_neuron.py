@@ -52,25 +52,30 @@ def statistics(channels, dtype, device):
 
 
 def both(x, weight, bias, window, groups, digits, channels_last, steps, norm, states, neuron, keep=True, **joins):
-    """Spikes and last states of one launch, and of the launches apart."""
+    """Spikes and last states of one launch, and of the launches apart, and what the neurons are given where it is asked
+    for."""
     from sparsecomp.lowering.spiking import conv_neuron, spike_conv
     from sparsecomp.lowering.spiking import neuron as neurons
     from sparsecomp.lowering.spiking.packing import to_bytes
     from sparsecomp.reference.layer_current import joined_current
 
     counts, how, (starts, parameters, *described) = to_bytes(x), (*window, groups, digits), neuron
-    fused = conv_neuron.launch_conv_neuron(
+    *fused, currents = conv_neuron.launch_conv_neuron(
         counts, weight, bias, *how, 0.5, SPREAD, channels_last, steps, *norm, EPS, states, starts, parameters,
         *described, keep, **joins,
     )  # fmt: skip
     sums = spike_conv.launch_counts(counts, weight, bias, *how, "binary", 0.5, None, SPREAD, channels_last)
     sums = sums.unflatten(0, (steps, -1))
-    current = joined_current(sums, *norm, EPS, joins.get("added")).float()
+    made = joined_current(sums, *norm, EPS, joins.get("added"))
+    current = made.float()
     trailing = (-1, *[1] * (current.dim() - 3))
     states = [None if v is None else v.reshape(current.shape[1:]) for v in states]
     parameters = [one.reshape(trailing) for one in parameters]
     apart = neurons.launch_neuron(current, states, starts, parameters, *described, keep)
-    return fused, apart
+    if joins.get("currents"):
+        return (*fused, currents), (*apart, made)
+    assert currents.shape == (0,)
+    return tuple(fused), apart
 
 
 @pytest.mark.slow(reason="interprets both ways")
@@ -84,7 +89,8 @@ def test_bits_equal_the_launches_apart(device, dtype, name, steps, norm):
     weight, bias = (one.to(DTYPES[dtype]) for one in (weight, bias))
     norms = statistics(72, torch.float32 if dtype == "bfloat16" else DTYPES[dtype], device) if norm else (None,) * 4
     neuron = neuron_of(name, 72, dtype, device)
-    fused, apart = both(x, weight, bias, PLANE, 1, 3, True, steps, norms, [None] * len(neuron[0]), neuron)
+    starts = [None] * len(neuron[0])
+    fused, apart = both(x, weight, bias, PLANE, 1, 3, True, steps, norms, starts, neuron, currents=True)
     assert 0.02 < fused[0].float().mean() < 0.98
     assert_same(fused, apart)
 
@@ -118,12 +124,13 @@ def test_what_is_added_and_what_is_joined(name, kind, connect, device):
     how = (window, groups, digits, channels_last, 4, (None,) * 4, [None], neuron)
     alone, _ = both(x, weight, bias, *how)
     added = torch.randint(-2, 3, alone[0].shape, generator=random).to(device, getattr(torch, kind))
-    fused, apart = both(x, weight, bias, *how, added=added)
+    fused, apart = both(x, weight, bias, *how, added=added, currents=True)
     assert_same(fused, apart)
     assert not alone[0].numel() or not torch.equal(fused[0], alone[0])
     if connect is not None:
         residual = torch.randint(-128, 128, alone[0].shape, generator=random, dtype=torch.int8).to(device)
-        made, _ = both(x, weight, bias, *how, added=added, residual=residual, connect=connect)
+        joins = {"added": added, "residual": residual, "connect": connect, "currents": True}
+        made, _ = both(x, weight, bias, *how, **joins)
         expected = JOINED[connect](fused[0], residual)
         assert_same(made, (torch.empty_like(fused[0]).copy_(expected), *fused[1:]))
 
@@ -159,8 +166,12 @@ def test_operator(linear):
     current = ((wide - mean) * 2 * gamma + beta).half() + added.view(wide.shape)
     spikes, *last = ops.neuron(current.float(), *neuron[:2], [parameters[0].view(-1, 1, 1)], *neuron[3:])
     assert 0.02 < spikes.float().mean() < 0.98
-    found = ops.conv_neuron(*args)
-    torch.testing.assert_close(found, (spikes + 1, *last), rtol=0, atol=0)
+    *found, _ = ops.conv_neuron(*args)
+    torch.testing.assert_close(found, [spikes + 1, *last], rtol=0, atol=0)
+    *again, given = ops.conv_neuron(*args, True)
+    torch.testing.assert_close(again, found, rtol=0, atol=0)
+    torch.testing.assert_close(given, current, rtol=0, atol=0)
+    torch.library.opcheck(torch.ops.sparsecomp.conv_neuron.default, (*args, True))
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
@@ -197,7 +208,8 @@ F = "*fp32"
 pointers = ("scale_ptr", "mean_ptr", "var_ptr", "gamma_ptr", "beta_ptr", "v0_ptr", "v1_ptr", "last0_ptr", "last1_ptr")
 types = {n: F for n in (*pointers, *(f"p{i}_ptr" for i in range(6)))}
 types |= {n: "fp32" for n in ("multiplier", "eps", "start0", "start1", *(f"n{i}" for i in range(8)))}
-types |= dict(x_ptr="*i8", w_ptr="*i8", residual_ptr="*i8", spikes_ptr="*i8", added_ptr=W, weight_ptr=W, bias_ptr=W)
+types |= dict(x_ptr="*i8", w_ptr="*i8", residual_ptr="*i8", spikes_ptr="*i8", added_ptr=W, weight_ptr=W, bias_ptr=W,
+              current_ptr=W)
 whole = ("C", "K", "CP", "out_pixel", "out_image")
 neuron = neuron_of(STEP)
 constants = dict(v0_ptr=None, v1_ptr=None, R=3, S=3, GROUPS=1, DIGITS=2, HAS_BIAS=True, SCALED=False, STEPS=4, SLOTS=4,

@@ -136,11 +136,35 @@ class OnSpikes(nn.Module):
 
 
 class Kept(OnSpikes):
-    """What the layer gives is returned as well."""
+    """What the layer gives is returned as well, or something that is made of it ahead of the neurons."""
+
+    def __init__(self, ahead: str = "") -> None:
+        super().__init__()
+        self.ahead = ahead
 
     def forward(self, x: Tensor) -> Any:
         current = self.layer((x > 0.5).float().flatten(0, 1))
-        return self.neurons(current.unflatten(0, x.shape[:2])), current
+        other = current.mean() if self.ahead else current
+        if self.ahead == "given":
+            self.neurons.v = 0.1 * current[:2] + 0.1
+        return self.neurons(current.unflatten(0, x.shape[:2])), other
+
+
+class Summed(OnSpikes):
+    """A block of MS-ResNet: neurons and the next block read the sum of what the layer gives and of what skips it."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        current = self.layer((x > 0.5).float().flatten(0, 1)).unflatten(0, x.shape[:2])
+        shortcut = x.transpose(0, 1).contiguous().transpose(0, 1) if self.kind == "turned" else x
+        total = current.add_(x) if self.kind == "in place" else shortcut + current
+        spikes = self.neurons(total)
+        if self.kind == "behind the layer":
+            return spikes, current
+        return spikes, total.flatten(0, 1), total.mul_(2.0) if self.kind == "written to" else total + spikes
 
 
 class Written(OnSpikes):
@@ -170,7 +194,14 @@ JUDGED: dict[str, tuple[Callable[[], nn.Module], int, str | None]] = {
     "plain": (OnSpikes, 4, "with the neurons behind it in one launch, 4 time steps"),
     "one step": (OnSpikes, 1, "in one launch, 1 time steps"),
     "many steps": (OnSpikes, 17, "17 time steps: blocks hold up to 16"),
-    "read twice": (Kept, 4, "somebody else reads its result"),
+    "read twice": (Kept, 4, "what the neurons are given is written for others, too"),
+    "read before": (lambda: Kept("read"), 4, "what the neurons are given is written for others, too"),
+    "read for the neurons": (lambda: Kept("given"), 4, "reads its result before all is there that the neurons read"),
+    "sum read": (lambda: Summed(), 4, "what the neurons are given is written for others, too"),
+    "sum read in place": (lambda: Summed("in place"), 4, "what the neurons are given is written for others, too"),
+    "sum written to": (lambda: Summed("written to"), 4, "its result is written to in place"),
+    "turned sum": (lambda: Summed("turned"), 4, "lies in another order"),
+    "less than the sum": (lambda: Summed("behind the layer"), 4, "somebody else reads its result"),
     "written to": (Written, 4, "what it reads is written to before the neurons read"),
     "in place": (lambda: OnSpikes(_in_place), 4, "its result is written to in place"),
     "flipped": (Transposed, 4, None),
@@ -349,7 +380,7 @@ def test_a_small_layer_pays_with_its_neurons_where_the_host_launches(disable):
 
 def test_only_a_layer_that_can_be_fused_counts_its_neurons():
     x = torch.rand(4, 2, 8, 14, 14).flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (4, 2))
-    for model in (Kept(), Transposed(), OnSpikes(lambda y: y + 1)):
+    for model in (Kept("given"), Transposed(), OnSpikes(lambda y: y + 1)):
         with torch.no_grad():
             report = sparsecomp.explain(model.eval(), x, device="h100")
         assert not site(report, "spike_conv").rewritten
@@ -364,3 +395,97 @@ def test_the_decision_with_neurons_takes_the_better_of_one_launch_and_two():
     fused = gate.decide(_site(), Behind(4)).seconds["fused"]
     assert found.seconds["binary"] == pytest.approx(min(40e-6 + neurons, fused))
     assert gate.with_neurons(Decision("dense", "no card"), _site(), Behind(4)) == Decision("dense", "no card")
+
+
+class Shortcut(nn.Module):
+    """A network of MS-ResNet's blocks (Hu et al. 2021, arXiv:2112.08954): neurons, layer, batch-norm, and a sum."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*block(3, 16, lif)[:2])
+        self.blocks = nn.ModuleList(
+            nn.Sequential(make(), *block(16, 16, make), *block(16, 16, make)[:2]) for _ in range(2)
+        )
+        self.last = make()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.stem(x)
+        for one in self.blocks:
+            x = x + one(x)
+        return self.last(x), x
+
+
+def shortcuts(make: Callable[[], nn.Module] = lif) -> nn.Module:
+    """Such a network, whose batch-norms are a product with a power of two and a sum: every way rounds them alike."""
+    model = lively(Shortcut(make), images())
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.eps = 0.125
+            nn.init.zeros_(norm.running_mean), nn.init.constant_(norm.running_var, 0.125)
+    return model
+
+
+SHORTCUTS = "; what the neurons are given is written for others, too"
+
+
+@pytest.mark.parametrize("make", NEURONS.values(), ids=NEURONS)
+def test_sums_that_shortcuts_read_are_written(make):
+    x = images()
+    eager, apart, model = (shortcuts(make) for _ in range(3))
+    with torch.no_grad():
+        for _ in range(2):
+            expected, _ = rewritten(apart, x, neurons="fuse", disable=(RULE,))
+            found, report = rewritten(model, x, neurons="fuse", strict=True)
+            assert 0.02 < expected[0].mean() < 0.98
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            torch.testing.assert_close(found, eager(x), rtol=0, atol=0)
+            torch.testing.assert_close(model.last.v, apart.last.v, rtol=0, atol=0)
+    fused = [one.reason.endswith(SHORTCUTS) for one in report.sites if one.rule == RULE and one.rewritten]
+    assert fused == [False, True, False, True]
+
+
+@pytest.mark.slow(reason="the interpreter runs whole networks")
+@pytest.mark.parametrize("half", [False, True])
+def test_sums_that_shortcuts_read_are_those_of_the_launches_apart(half):
+    """In half precision spikingjelly's neurons are loops, and the described ones take their place."""
+    x, found = images(), []
+    x = x.half() if half else x
+    for disable in ((), (RULE,)):
+        model = shortcuts()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 50)
+            result, report = by_kernels(model.half() if half else model, x, disable=disable)
+        found.append(result)
+        judged = [one for one in report.sites if one.rule == RULE and one.reason.endswith(SHORTCUTS)]
+        assert len(judged) == (0 if disable else 2)
+    assert 0.02 < found[0][0].float().mean() < 0.98
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("half", [False, True])
+def test_on_a_card_sums_that_shortcuts_read_are_those_of_the_launches_apart(half, mode):
+    x, found = images().cuda(), []
+    x = x.half() if half else x
+    for disable in ((), (RULE,)):
+        torch._dynamo.reset()
+        model = shortcuts().cuda().to(memory_format=torch.channels_last)
+        model = model.half() if half else model
+        options = {"implementation": "binary", "neurons": "fuse", "mode": mode, "disable": disable}
+        compiled, results = torch.compile(model, backend="sparsecomp", options=options), []
+        with torch.no_grad():
+            for scale in (1.0, 1.0, 0.75):  # the last one replays
+                functional.reset_net(model)
+                results.append([one.clone() for one in compiled(scale * x)])
+        report = sparsecomp.last_report()
+        assert report is not None
+        judged = [one for one in report.sites if one.rule == RULE and one.reason.endswith(SHORTCUTS)]
+        assert len(judged) == (0 if disable else 2)
+        found.append(results)
+    for ours, apart in zip(*found, strict=True):
+        assert 0.005 < ours[0].float().mean() < 0.98
+        torch.testing.assert_close(ours, apart, rtol=0, atol=0)

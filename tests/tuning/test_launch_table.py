@@ -185,7 +185,7 @@ PROBLEMS: dict[str, list[Any]] = {
         conv_lif_problem(_conv1d(2)._replace(n=6), 2, (0.1, 0.0, 1.5, 1.0, 0.0, 3, "lif", True, True) + (False,) * 4),
         conv_lif_problem(
             _conv(c=32, k=48)._replace(n=4), 3,
-            (0.0, 1e-5, 2.0, 1.0, 0.25, 4, "lif", False, False, True, True, True, True), keep=False,
+            (0.0, 1e-5, 2.0, 1.0, 0.25, 4, "lif", False, False, True, True, True, True), keep=False, currents=True,
         ),
         conv_lif_problem(
             _conv(c=20, k=24)._replace(n=16), 4,
@@ -197,7 +197,7 @@ PROBLEMS: dict[str, list[Any]] = {
             _conv(c=32, k=48)._replace(n=6, dtype="float16"), 2,
             Described(3, neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; spike t2; v0 t1"), "float16", 1e-5,
                       (True, *[False] * 5), (0.0, 0.5), (0.25,) * 8, (True, False), (True, *[False] * 5), True, True,
-                      False), keep=False, connect="and", added="float16",
+                      False), keep=False, connect="and", added="float16", currents=True,
         ),
     ],
     "neuron": [Neurons(77, 77, 77, (Axis(7, 1), *[Axis(1, 1)] * 5), (0.0, 0.5), (0.25,) * 8, 3,

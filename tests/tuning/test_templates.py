@@ -96,6 +96,7 @@ PROBLEMS = [
         conv_lif_problem(
             Convolution.of((6, 40, 6, 5), (24,), SQUARE, has_bias=True, scale=0.5), 2,
             (0.1, 0.0, 1.5, 0.5, 0.0, 3, "plif", False, True, False, False, False, False), keep=False, connect="add",
+            currents=True,
         ),
         id="conv_lif of three steps",
     ),
@@ -108,7 +109,7 @@ PROBLEMS = [
                 "float16", 1e-5, (True, *[False] * 5), (0.1, 0.0), (0.3,) * 8, (False, False),
                 (True, True, *[False] * 4), True, True, True,
             ),
-            connect="add", added="int8",
+            connect="add", added="int8", currents=True,
         ),
         id="conv_neuron",
     ),

@@ -26,7 +26,7 @@ from sparsecomp.lowering.tuning.template import Config, Template
 @triton.jit
 def conv_lif_kernel(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, v_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, rate_ptr,
-    added_ptr, residual_ptr, spikes_ptr, last_ptr,
+    added_ptr, residual_ptr, spikes_ptr, last_ptr, current_ptr,
     M, N, D, H, W, OD, OH, OW, C, K, CP,
     stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w,
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_t, weight_r, weight_s, multiplier,
@@ -40,8 +40,8 @@ def conv_lif_kernel(
     """`lif_kernel` of what `binary_conv_kernel` gives, and `added`, if there is such; see both.
 
     x: (STEPS·N, D, H, W, C) int8. M = N·OD·OH·OW, the output pixels of one step. SLOTS, a power of two, is STEPS or
-    more. The strides of the output are those of the spikes, of what is added to their neurons' currents, of what they
-    are connected with, and of both membranes.
+    more. The strides of the output are those of the spikes, of what is added to their neurons' currents, of these
+    currents, of what the spikes are connected with, and of both membranes.
     """
     PIXELS: tl.constexpr = BM // SLOTS
     value, first, k, col_ok = layer_sums(
@@ -76,6 +76,8 @@ def conv_lif_kernel(
         current = normed_block(currents[step], mean, gain, shift)
         if added_ptr is not None:
             current += added[step].to(tl.float32)
+        if current_ptr is not None:
+            tl.store(current_ptr + step * step_size + offset, current, mask=mask)
         fired, v = lif_step(current, v, rate, zero + tau, threshold, reset, CHARGE, HALVES, DECAY_INPUT, SOFT_RESET)
         spikes = fired.to(tl.int8)
         if residual_ptr is not None:

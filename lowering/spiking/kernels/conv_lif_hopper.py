@@ -24,7 +24,7 @@ from sparsecomp.lowering.tuning.template import Config, Template
 @gluon.jit
 def conv_lif_hopper_kernel(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, v_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, rate_ptr,
-    added_ptr, residual_ptr, spikes_ptr, last_ptr,
+    added_ptr, residual_ptr, spikes_ptr, last_ptr, current_ptr,
     M, N, H, W, OH, OW, C, K, CP,
     stride_h, stride_w, pad_h, pad_w, dil_h, dil_w,
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_r, weight_s, multiplier,
@@ -68,6 +68,8 @@ def conv_lif_hopper_kernel(
         current = normed_block(currents[step], mean, gain, shift)
         if added_ptr is not None:
             current += added[step].to(gl.float32)
+        if current_ptr is not None:
+            gl.store(current_ptr + step * step_size + offset, current, mask=mask)
         fired, v = lif_step(current, v, rate, zero + tau, threshold, reset, CHARGE, HALVES, DECAY_INPUT, SOFT_RESET)
         spikes = fired.to(gl.int8)
         if residual_ptr is not None:

@@ -30,6 +30,7 @@ from sparsecomp.lowering.tuning.template import Template
 def conv_neuron_kernel(
     x_ptr, w_ptr, scale_ptr, weight_ptr, bias_ptr, mean_ptr, var_ptr, gamma_ptr, beta_ptr, v0_ptr, v1_ptr,
     p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, added_ptr, residual_ptr, spikes_ptr, last0_ptr, last1_ptr,
+    current_ptr,
     M, N, D, H, W, OD, OH, OW, C, K, CP,
     stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w,
     out_pixel, out_channel, out_image, weight_k, weight_c, weight_t, weight_r, weight_s, multiplier,
@@ -76,6 +77,8 @@ def conv_neuron_kernel(
             current = rounded_block(normed_block(current, mean, gain, shift), ROUND)
         if added_ptr is not None:
             current = rounded_block(current + added[step].to(tl.float32), ROUND)
+        if current_ptr is not None:
+            tl.store(current_ptr + step * step_size + offset, current.to(current_ptr.dtype.element_ty), mask=mask)
         values = (current,) + states + fixed
         for at in tl.static_range(len(CODE)):
             one = do_instruction(CODE[at][0], values[CODE[at][1]], values[CODE[at][2]], values[CODE[at][3]])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, implement, library
-from sparsecomp.ops.spiking.layer_spikes import fake_spikes
+from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.layer_current import joined_current
@@ -19,8 +19,8 @@ library.define(
     "int groups, int digits, float scale, float spread, bool channels_last, int steps, Tensor? v, float v0, "
     "Tensor? mean, Tensor? var, Tensor? gamma, Tensor? beta, float eps, str charge, float tau, Tensor? rate, "
     "bool decay_input, float threshold, float? reset, bool keep, Tensor? residual=None, str connect='add', "
-    "Tensor? added=None) "
-    "-> (Tensor, Tensor)",
+    "Tensor? added=None, bool currents=False) "
+    "-> (Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -55,7 +55,8 @@ def conv_lif(
     residual: Tensor | None = None,
     connect: str = "add",
     added: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    currents: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`lif` of :func:`spike_conv` with `implementation="binary"`: the same spikes, bit for bit. No gradient.
 
     Args:
@@ -75,10 +76,12 @@ def conv_lif(
             `and` (residual · spike) or `iand` (residual · (1 - spike)).
         added: (T, N, K, …) int8 or float32, or (T, N, K) for maps of one pixel: what is added to the batch-norm's
             result, as the blocks of MS-ResNet (Hu et al. 2021, arXiv:2112.08954) and of spiking ResNets are, or None.
+        currents: whether what the neurons are given is asked for, as the next block of MS-ResNet reads it.
 
     Returns:
-        `(spikes, v)`: (T, N, K, …) int8, in {0, 1} without a residual, and (N, K, …) float32, of no elements if not
-        asked for. With a residual, what both join to in place of the spikes, as sums and products of int8 are.
+        `(spikes, v, currents)`: (T, N, K, …) int8, in {0, 1} without a residual, (N, K, …) float32, and (T, N, K, …)
+        float32; the last two of no elements if not asked for. With a residual, what both join to in place of the
+        spikes, as sums and products of int8 are.
 
     Raises:
         InputError: a residual, or something to add, of another dtype or shape, or an unknown `connect`.
@@ -86,14 +89,14 @@ def conv_lif(
     return torch.ops.sparsecomp.conv_lif.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
         v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual, connect,
-        added,
+        added, currents,
     )  # fmt: skip
 
 
 def _reference(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
-    connect="add", added=None,
+    connect="add", added=None, currents=False,
 ):  # fmt: skip
     current = reference_counts(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
@@ -106,7 +109,7 @@ def _reference(
     spikes, last = lif_reference(current, v, v0, *neuron)
     if residual is not None:
         spikes = connected(spikes, residual.reshape(spikes.shape), connect)
-    return spikes, last if keep else last.new_empty(0)
+    return spikes, last if keep else last.new_empty(0), current if currents else current.new_empty(0)
 
 
 def _cuda(*arguments):
@@ -118,11 +121,11 @@ def _cuda(*arguments):
 def _fake(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual=None,
-    connect="add", added=None,
+    connect="add", added=None, currents=False,
 ):  # fmt: skip
     spikes = fake_spikes(counts, weight, stride, padding, dilation, channels_last, steps, residual, connect, added)
     last = torch.empty_like(spikes[0], dtype=torch.float32) if keep else weight.new_empty(0)
-    return spikes, last
+    return spikes, last, fake_currents(spikes, weight, currents)
 
 
 implement("conv_lif", _reference, _cuda, _fake)

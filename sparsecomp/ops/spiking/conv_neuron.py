@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, implement, library
-from sparsecomp.ops.spiking.layer_spikes import fake_spikes
+from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.layer_current import joined_current
@@ -21,7 +21,7 @@ library.define(
     "int groups, int digits, float scale, float spread, bool channels_last, int steps, "
     "Tensor? mean, Tensor? var, Tensor? gamma, Tensor? beta, float eps, Tensor?[] states, float[] starts, "
     "Tensor[] parameters, float[] numbers, str step, bool keep, Tensor? residual=None, str connect='add', "
-    "Tensor? added=None) -> (Tensor, Tensor, Tensor)",
+    "Tensor? added=None, bool currents=False) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -53,7 +53,8 @@ def conv_neuron(
     residual: Tensor | None = None,
     connect: str = "add",
     added: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    currents: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`neuron` of :func:`spike_conv` with `implementation="binary"`: the same spikes. No gradient.
 
     What the layer gives is rounded to the dtype of its weight, and what a batch-norm and `added` make of it again, as
@@ -76,10 +77,11 @@ def conv_neuron(
         residual, connect: as of `conv_lif`.
         added: (T, N, K, …) int8 or of the weight's dtype, or (T, N, K) for maps of one pixel: what is added to what
             neurons are given, or None.
+        currents: whether what the neurons are given is asked for.
 
     Returns:
-        `(spikes, v0, v1)`: (T, N, K, …) int8, in {0, 1} without a residual, and (N, K, …) float32, of no elements where
-        there is no such state or it is not asked for.
+        `(spikes, v0, v1, currents)`: (T, N, K, …) int8, in {0, 1} without a residual, (N, K, …) float32, of no elements
+        where there is no such state or it is not asked for, and (T, N, K, …) of the weight's dtype, or of no elements.
 
     Raises:
         InputError: a residual, or something to add, of another dtype or shape, an unknown `connect`, or a `step` that
@@ -88,28 +90,28 @@ def conv_neuron(
     return torch.ops.sparsecomp.conv_neuron.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
         mean, var, gamma, beta, eps, list(states), list(starts), list(parameters), list(numbers), step, keep, residual,
-        connect, added,
+        connect, added, currents,
     )  # fmt: skip
 
 
 def _reference(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
-    added=None,
+    added=None, currents=False,
 ):  # fmt: skip
     sums = reference_counts(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
     check_residual(residual, connect, sums.shape)
     check_added(added, weight.dtype, sums.shape)
-    current = joined_current(sums, mean, var, gamma, beta, eps, added).float()
+    current = joined_current(sums, mean, var, gamma, beta, eps, added)
     states = [None if v is None else v.reshape(current.shape[1:]) for v in states]
     trailing = (-1, *[1] * (current.dim() - 3))
     parameters = [one.reshape(trailing) for one in parameters]
-    spikes, *lasts = neuron_reference(current, states, starts, parameters, numbers, step, keep)
+    spikes, *lasts = neuron_reference(current.float(), states, starts, parameters, numbers, step, keep)
     if residual is not None:
         spikes = connected(spikes, residual.reshape(spikes.shape), connect)
-    return spikes, *lasts
+    return spikes, *lasts, current if currents else current.new_empty(0)
 
 
 def _cuda(*arguments):
@@ -121,11 +123,12 @@ def _cuda(*arguments):
 def _fake(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
-    added=None,
+    added=None, currents=False,
 ):  # fmt: skip
     spikes = fake_spikes(counts, weight, stride, padding, dilation, channels_last, steps, residual, connect, added)
     lasts = [torch.empty_like(spikes[0], dtype=torch.float32) for _ in states] if keep else []
-    return spikes, *lasts, *(spikes.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(lasts)))
+    unused = (spikes.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(lasts)))
+    return spikes, *lasts, *unused, fake_currents(spikes, weight, currents)
 
 
 implement("conv_neuron", _reference, _cuda, _fake)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from sparsecomp.reference.connect import check_added, check_residual
@@ -24,3 +25,8 @@ def fake_spikes(
     check_residual(residual, connect, spikes.shape)
     check_added(added, weight.dtype, spikes.shape)
     return spikes
+
+
+def fake_currents(spikes: Tensor, weight: Tensor, currents: bool) -> Tensor:
+    """What neurons are given, lying as their spikes, in the dtype of the weight; of no elements if not asked for."""
+    return torch.empty_like(spikes, dtype=weight.dtype) if currents else weight.new_empty(0)
