@@ -76,14 +76,14 @@ def flow_from(
     Args:
         order: the position of each node.
         fixed: as of `Flow`.
-        admits: whether an operator whose result repeats may be looked through.
+        admits: whether an operator whose result repeats may be looked through; an input is not asked about.
     """
     op, flow = op_of(source), Flow(fixed)
-    step = None if op is None else _step(op, flow, _SOURCES)
-    if op is None or step is None:
+    step = _input(source, flow) if op is None else _step(op, flow, _SOURCES)
+    if step is None:
         return None
     flow.steps[source] = step
-    if not admits(op, flow):
+    if op is not None and not admits(op, flow):
         return None
     readers = Readers(order, source.users)
     for node in readers:
@@ -170,6 +170,18 @@ def _rule(*names: str, table: dict[str, Rule] = _RULES) -> Callable[[Rule], Rule
         return function
 
     return register
+
+
+def _input(source: fx.Node, flow: Flow) -> OneStep | None:
+    """An input that was expanded before the graph, which serves such strides alone. With a gradient, each copy has its
+    own."""
+    example = example_of(source)
+    if source.op != "placeholder" or not flow.fixed or example is None or example.requires_grad:
+        return None
+    for dim, (size, stride) in enumerate(zip(example.shape, example.stride(), strict=True)):
+        if type(size) is int and size > 1 and type(stride) is int and stride == 0 and 0 not in example.shape:
+            return OneStep(Repeats(dim, size), torch.narrow, (source, dim, 0, 1))
+    return None
 
 
 # ---- what repeats something -------------------------------------------------------------------------------------

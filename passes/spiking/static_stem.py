@@ -3,7 +3,7 @@
 A network on static images is shown one image T times, so its first convolution and batch-norm compute T times the same.
 They run on one step instead, and their result is expanded along time: a view without memory of its own where the
 reader takes any strides. Every call stays where it was, so that it sees the same parameters, autocast and gradient
-mode. A loop that calls the stem at each step, on the same image, calls it once. Only layers make this worth while; a
+mode. An input that was expanded before it came here says so by its strides. A loop that calls the stem at each step, on the same image, calls it once. Only layers make this worth while; a
 step of the backward pass is then a sum over time.
 """
 
@@ -38,6 +38,8 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
 
 def _expanded(node: fx.Node, ctx: Context) -> Plan | Refusal | None:
     """What repeats because of this node is computed once."""
+    if node.op == "placeholder" and not is_kept(node, ctx):
+        return None
     moved: set[fx.Node] = set()
     flow = flow_from(node, ctx.analysis.order, not ctx.eager, lambda op, flow: _admits(op, flow, moved, ctx))
     if flow is None:
@@ -51,7 +53,7 @@ def _expanded(node: fx.Node, ctx: Context) -> Plan | Refusal | None:
     calls = {one: (one.args, one.kwargs) for one in needed}
     return Plan(
         lambda: _build(flow, calls, ends), _reason(operators, flow.steps[node].repeats.times), "hoisted",
-        dead=_dead(flow, ends), places=tuple(needed), layer=_layer(operators),
+        dead=_dead(flow, ends), places=tuple(dict.fromkeys(map(_place, needed))), layer=_layer(operators),
     )  # fmt: skip
 
 
@@ -125,7 +127,7 @@ def _dead(flow: Flow, ends: set[fx.Node]) -> tuple[fx.Node, ...]:
     """What nobody reads once the ends are replaced, users before what they use."""
     gone: dict[fx.Node, None] = {}
     for node in reversed(flow.steps):
-        if node not in ends and all(user in ends or user in gone for user in node.users):
+        if node.op != "placeholder" and node not in ends and all(user in ends or user in gone for user in node.users):
             gone[node] = None
     return tuple(gone)
 
@@ -134,11 +136,18 @@ def _build(flow: Flow, calls: Mapping[fx.Node, _Call], ends: set[fx.Node]) -> Ma
     ones: dict[fx.Node, fx.Node] = {}
     repeated: dict[fx.Node, fx.Node] = {}
     for node, given in calls.items():
-        with node.graph.inserting_before(node):
+        with node.graph.inserting_before(_place(node)):
             ones[node] = _one_step(node, flow.steps[node], given, ones)
             if node in ends:
                 repeated[node] = _repeated(node, ones[node], flow.steps[node])
     return repeated
+
+
+def _place(node: fx.Node) -> fx.Node:
+    """Before what one step of a value is computed: of an input, behind all of them."""
+    while node.op == "placeholder":
+        node = node.next
+    return node
 
 
 def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node, fx.Node]) -> fx.Node:
@@ -148,11 +157,11 @@ def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node,
     else:
         made = call(node.graph, node, step.target, *fx.map_arg(step.args, lambda one: ones.get(one, one)))
     example, op, (dim, times, _) = example_of(node), op_of(node), step.repeats
-    assert example is not None and op is not None
+    assert example is not None
     sizes = [size // times if index == dim else size for index, size in enumerate(example.shape)]
     # of autocast's dtype, which a call made now would not have
     made.meta["example_value"] = alone = example.new_empty_strided(sizes, example.stride())
-    if op.name in _RESHAPING and example.is_contiguous():
+    if op is not None and op.name in _RESHAPING and example.is_contiguous():
         # of all steps this was a copy, and layers ask how one step of it lies
         made = call(node.graph, node, torch.Tensor.contiguous, made)
         made.meta["example_value"] = alone

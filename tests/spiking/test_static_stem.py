@@ -104,6 +104,61 @@ def test_a_repeated_image_is_seen_once(forward):
     assert found.reason == "static stem: 2 operators run once instead of 4 times (conv2d, batch_norm)"
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_an_input_that_was_expanded_is_seen_once(training):
+    """As a training loop has it that repeats its images before it calls the network."""
+    net, x = Net(over_time).train(training), image()
+    found = [one.reason for one in checked(net, x.expand(T, *x.shape)) if one.rewritten]
+    operators = "1 operator runs" if training else "2 operators run"
+    assert [one.split(" once")[0] for one in found] == [f"static stem: {operators}"]
+
+
+def test_gradients_behind_an_expanded_input_are_sums_over_time():
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        seen = stem(net, x.flatten(0, 1)).unflatten(0, (T, -1))
+        return (seen * torch.arange(1.0, 1 + T).view(T, 1, 1, 1, 1)).square().mean()
+
+    net, x = Net(forward).train(), image().expand(T, 2, 3, 8, 8)
+    found, report = rewritten(net, x, strict=True, implementation="auto")
+    assert site(report, RULE).rewritten
+    weights = [net.conv.weight, net.norm.weight]
+    for ours, eager in zip(torch.autograd.grad(found, weights), torch.autograd.grad(net(x), weights), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_expanded_inputs_that_have_a_gradient_or_are_written_to_are_not():
+    x = image()
+
+    def written(net: nn.Module, x: Tensor) -> Tensor:
+        x[0].mul_(2)
+        return over_time(net, x)
+
+    net = Net(over_time).eval()
+    assert not any(one.rewritten for one in checked(net, x.clone().requires_grad_().expand(T, *x.shape)))
+    found = rewritten(Net(written).eval(), x.expand(T, *x.shape), strict=True, implementation="auto")[1]
+    assert not any(one.rewritten for one in found.sites if one.rule == RULE)
+
+
+@pytest.mark.slow(reason="Inductor compiles")
+def test_inputs_of_the_same_sizes_that_were_not_expanded_are_seen_at_every_step():
+    net, x = Net(over_time).eval(), image()
+    compiled = torch.compile(net, backend="sparsecomp")
+    several = torch.stack([x, x + 1, x * 2, x - 1])
+    with torch.no_grad():
+        for seen in (x.expand(T, *x.shape), several, x.expand(T, *x.shape), several[:, :1].expand(T, 2, -1, -1, -1)):
+            torch.testing.assert_close(compiled(seen), net(seen))
+    torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(several, 1)
+    dynamic = torch.compile(net, backend="sparsecomp", dynamic=None)
+    with torch.no_grad():
+        one = x.expand(T, *x.shape)
+        torch._dynamo.mark_dynamic(one, 1)
+        torch.testing.assert_close(dynamic(one), net(one))
+        torch.testing.assert_close(dynamic(several), net(several))
+        more = image(3).expand(T, 3, -1, -1, -1)
+        torch.testing.assert_close(dynamic(more), net(more))
+
+
 def _stepwise(net: nn.Module, x: Tensor, steps: Sequence[Tensor]) -> Tensor:
     return fire(torch.stack([stem(net, one) for one in steps]))
 
