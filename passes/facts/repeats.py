@@ -90,7 +90,7 @@ def flow_from(
         op = op_of(node)
         if op is None:
             continue
-        step = _step(op, flow, _RULES)
+        step = _step(op, flow, _RULES) or _trained_norm(op, flow)
         if step is not None:
             flow.steps[node] = step
             if admits(op, flow):
@@ -293,6 +293,14 @@ def _pool(op: CanonicalOp, flow: Flow) -> OneStep | None:
 def _norm(op: CanonicalOp, flow: Flow) -> OneStep | None:
     """In training batch-norm is no such function: the variance of n elements is not that of their copies."""
     return _leading(op, flow, 1 + (op.step_mode == "m"))
+
+
+def _trained_norm(op: CanonicalOp, flow: Flow) -> OneStep | None:
+    """But mean and variance of copies are those of one: who takes all sizes for it computes it once, too."""
+    if op.name != "batch_norm" or not op.known or op.inplace or op.get("training") is not True or not flow.fixed:
+        return None
+    repeats = flow.of(op.input)
+    return _leading(op, flow, 1) if repeats is not None and not repeats.inner and op.step_mode == "s" else None
 
 
 @_rule("layer_norm", "rms_norm")

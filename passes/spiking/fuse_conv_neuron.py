@@ -29,7 +29,7 @@ from sparsecomp.passes.spiking.neurons_behind import (
     behind_of,
     between_of,
     idle_readers,
-    place_of,
+    launched_before,
     why_apart,
 )
 from sparsecomp.passes.spiking.operand import attribute
@@ -88,7 +88,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
         return Refusal(found.why, found.details, found.estimate, layer.node)
     steps = example_of(node.args[0]).shape[0]
     reason = f"with the neurons behind it in one launch, {steps} time steps; {found.reason}"
-    written, place = bool(layer.between.others({node})), place_of(node, layer.between, ctx)
+    written, place = bool(layer.between.others({node})), launched_before(node, layer.between, ctx)
     assert place is not None
     reason += "; what the neurons are given is written for others, too" if written else ""
     return Plan(

@@ -168,7 +168,7 @@ def why_apart(neurons: fx.Node, between: Between, linear: bool, ctx: Context) ->
     if neurons.target is LIF and out.dtype is not torch.float32:
         return f"its result is {out.dtype}; the neurons take float32"
     found = _between_obstacle(between, {neurons}, ctx)
-    if found is None and place_of(neurons, between, ctx) is None:
+    if found is None and launched_before(neurons, between, ctx) is None:
         found = "somebody else reads its result before all is there that the neurons read"
     if found is not None:
         return found
@@ -178,7 +178,7 @@ def why_apart(neurons: fx.Node, between: Between, linear: bool, ctx: Context) ->
     return found or (_parameter_obstacle(neurons, current) if neurons.target is DESCRIBED else None)
 
 
-def place_of(neurons: fx.Node, between: Between, ctx: Context) -> fx.Node | None:
+def launched_before(neurons: fx.Node, between: Between, ctx: Context) -> fx.Node | None:
     """The node before which one launch has to stand, of the neurons and who else reads what they are given the first;
     None if something that the neurons read is not there yet, or other than when they would run."""
     order, unchanged = ctx.analysis.order, ctx.analysis.unchanged

@@ -3,8 +3,11 @@
 A network on static images is shown one image T times, so its first convolution and batch-norm compute T times the same.
 They run on one step instead, and their result is expanded along time: a view without memory of its own where the
 reader takes any strides. Every call stays where it was, so that it sees the same parameters, autocast and gradient
-mode. An input that was expanded before it came here says so by its strides. A loop that calls the stem at each step, on the same image, calls it once. Only layers make this worth while; a
-step of the backward pass is then a sum over time.
+mode. An input that was expanded before it came here says so by its strides. A loop that calls the stem at each step, on
+the same image, calls it once. Only layers make this worth while; a step of the backward pass is then a sum over time.
+
+Batch-norm in training normalises copies as it does one of them, since mean and variance are the same. It is written
+out, for its running variance is that of more elements.
 """
 
 from bisect import bisect
@@ -21,8 +24,10 @@ from sparsecomp.passes.facts.equal import equal_calls
 from sparsecomp.passes.facts.repeats import Flow, OneStep, flow_from
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.neuron_call import NEURON_CALLS
+from sparsecomp.passes.spiking.step_norm import each_normalised, is_step_norm
 
-_STRIDED = ("batch_norm", "cat", "stack", "sum", "mean", "sparsecomp::lif", "sparsecomp::neuron")
+_STRIDED = ("batch_norm", "cat", "stack", "sum", "mean", "sparsecomp::lif", "sparsecomp::neuron", *NEURON_CALLS)
 """Readers of any strides whose results do not share memory with what they read, besides pointwise ones and layers."""
 _RESHAPING = ("flatten", "view", "reshape", "unflatten")
 _ONE_STEP = ("select", "unbind", "getitem")
@@ -97,6 +102,8 @@ def _admits(op: CanonicalOp, flow: Flow, moved: set[fx.Node], ctx: Context) -> b
     node = op.node
     if node in ctx.transformed or not is_kept(node, ctx):
         return False
+    if _is_trained_norm(op) and (not is_step_norm(op) or moved.isdisjoint(node.all_input_nodes)):
+        return False
     if op.has(Trait.PRODUCT) or not moved.isdisjoint(node.all_input_nodes):
         if node in ctx.analysis.seen_outside:
             return False
@@ -143,6 +150,10 @@ def _build(flow: Flow, calls: Mapping[fx.Node, _Call], ends: set[fx.Node]) -> Ma
     return repeated
 
 
+def _is_trained_norm(op: CanonicalOp) -> bool:
+    return op.name == "batch_norm" and op.get("training") is not False
+
+
 def _place(node: fx.Node) -> fx.Node:
     """Before what one step of a value is computed: of an input, behind all of them."""
     while node.op == "placeholder":
@@ -151,12 +162,16 @@ def _place(node: fx.Node) -> fx.Node:
 
 
 def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    if step.target is None:
+    op = op_of(node)
+    if op is not None and _is_trained_norm(op):
+        assert isinstance(op.input, fx.Node)
+        made = each_normalised(ones[op.input], 1, node)
+    elif step.target is None:
         made = node.graph.node_copy(node)
         made.args, made.kwargs = fx.map_arg(given, lambda one: ones.get(one, one))
     else:
         made = call(node.graph, node, step.target, *fx.map_arg(step.args, lambda one: ones.get(one, one)))
-    example, op, (dim, times, _) = example_of(node), op_of(node), step.repeats
+    example, (dim, times, _) = example_of(node), step.repeats
     assert example is not None
     sizes = [size // times if index == dim else size for index, size in enumerate(example.shape)]
     # of autocast's dtype, which a call made now would not have

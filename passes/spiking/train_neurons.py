@@ -20,6 +20,7 @@ from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, cal
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.spiking.half_precision import rounding
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS, NEURON_CALLS, arguments, gives_more, starting_number
+from sparsecomp.passes.spiking.neurons_behind import unviewed
 from sparsecomp.passes.spiking.norm_ahead import NormAhead, norm_ahead
 from sparsecomp.reference.neuron import NUMBERS
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -80,11 +81,12 @@ def _build(
 ) -> Mapping[fx.Node, fx.Node]:
     x, v = node.args[:2]
     assert isinstance(v, fx.Node)
+    x, times = _seen(x, node)
     rate = []
     if name == _PLIF:
         assert isinstance(args["w"], fx.Node)
         rate = [call(node.graph, node, torch.sigmoid, call(node.graph, node, torch.Tensor.float, args["w"]))]
-    half = rounding(example_of(x).dtype)
+    half = rounding(example_of(node.args[0]).dtype)
     if norm is not None:
         x, normed = norm.build()
         rate += normed
@@ -92,8 +94,18 @@ def _build(
     start = starting_number(v)
     state = v if start is None else None
     target = torch.ops.sparsecomp.trained_neuron.default
-    made = call(node.graph, node, target, x, [state], [start or 0.0], rate, numbers, step)
+    made = call(node.graph, node, target, x, [state], [start or 0.0], rate, numbers, step, times)
     return {user: call(node.graph, node, operator.getitem, made, user.args[1]) for user in node.users}
+
+
+def _seen(x: Any, like: fx.Node) -> tuple[Any, int]:
+    """What the neurons are given (T, …), and 1; or one step (1, …), and T, where a static stem shows it to all."""
+    _, found = unviewed(x)
+    op, example, shape = op_of(found), example_of(found), example_of(x).shape
+    before = None if op is None or op.name != "expand" else example_of(op.input)
+    if before is None or example is None or before.shape != (1, *example.shape[1:]) or shape[0] != example.shape[0]:
+        return x, 1
+    return call(like.graph, like, torch.reshape, op.input, (1, *shape[1:])), shape[0]
 
 
 def description(

@@ -515,7 +515,7 @@ def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.N
     parameters = [_reached(_wide(one), place, found) for place, one in enumerate(steps.parameters, PLACES["p0"])]
     args = x, given, starts, parameters, found.numbers, str(found.neuron)
     if found.gradients.reached:
-        return call(like.graph, like, torch.ops.sparsecomp.trained_neuron.default, *args)
+        return call(like.graph, like, torch.ops.sparsecomp.trained_neuron.default, *args, 1)
     return call(like.graph, like, torch.ops.sparsecomp.neuron.default, *args, keep)
 
 

@@ -149,12 +149,13 @@ def _conv_neuron():
 @example("trained_neuron")
 def _trained_neuron():
     *given, _, _, _ = _neuron()
-    return *given, [1.0], NEURON + "t3 = fire t2 t1; spike t3; v0 t1; b0 = exp u; pull b0"
+    return *given, [1.0], NEURON + "t3 = fire t2 t1; spike t3; v0 t1; b0 = exp u; pull b0", 1
 
 
 @example("neuron_gradients")
 def _neuron_gradients():
-    return [torch.randn(3, 2, 5, 4), torch.randn(2, 5, 4)], *_trained_neuron(), [True, True, True]
+    *given, times = _trained_neuron()
+    return [torch.randn(3, 2, 5, 4), torch.randn(2, 5, 4)], *given, [True, True, True], times
 
 
 def neighbours() -> tuple[Tensor, Tensor]:

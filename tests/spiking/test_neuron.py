@@ -242,7 +242,7 @@ def test_compiles(capability: int) -> None:
 def test_a_kernel_is_not_launched_on_parameters_of_other_sizes(size):
     step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = where t2 n1 t1; spike t2; v0 t3"
     given = torch.randn(3, 2, 5, 4), [None], [0.0], [torch.rand(size)], [0.3, 0.0], step
-    for operator, more in ((torch.ops.sparsecomp.neuron, [True]), (torch.ops.sparsecomp.trained_neuron, [])):
+    for operator, more in ((torch.ops.sparsecomp.neuron, [True]), (torch.ops.sparsecomp.trained_neuron, [1])):
         with pytest.raises(InputError, match="a parameter is"):
             operator.default.direct_cuda(*given, *more)
 

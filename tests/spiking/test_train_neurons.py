@@ -149,6 +149,30 @@ def test_charges_are_not_kept(memory):
     assert sum(one.dtype is torch.uint8 for one in kept) == 2
 
 
+@pytest.mark.parametrize("memory", ["auto", "low"])
+def test_of_a_static_stem_one_step_is_kept(memory):
+    """Its neurons read one step of what the batch-norm gave, and give the sum of the gradients of all."""
+    eager, x = Net(), torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)).expand(4, 2, 3, 16, 16)
+    module = copy.deepcopy(eager)
+    compiled, reports, forwards = through_aot(module, memory=memory)
+    for call in (eager, compiled):
+        call(x).square().sum().backward()
+    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert site(reports[0], "static_stem").rewritten
+    (forward,) = forwards
+    first, *others = forward.graph.find_nodes(
+        op="call_function", target=torch.ops.sparsecomp.trained_neuron.default
+    )
+    assert first.args[0].meta["val"].shape == (1, 2, 8, 16, 16) and first.args[6] == 4
+    assert [one.args[6] for one in others] == [1, 1]
+    kept = [node.meta["val"] for node in forward.graph.output_node().args[0] if isinstance(node, fx.Node)]
+    floats = [one.numel() for one in kept if one.dtype is torch.float32 and one.numel() >= 2 * 8 * 16 * 16]
+    one_step = 2 * 8 * 16 * 16
+    # membranes are three of these results
+    assert sorted(floats) == [one_step] * (3 + 1) + [4 * one_step] * (2 if memory == "auto" else 0)
+
+
 def test_a_partitioner_that_cannot_is_asked_without_marks():
     asked = []
 

@@ -235,6 +235,49 @@ def test_gradients_of_steps_that_are_not_dense_lie_as_compiled_code_takes_them_t
     assert [one.stride() for one in found] == [one.stride() for one in like]
 
 
+@pytest.mark.quick_cases(2)
+@EACH
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_one_step_that_all_are_given_has_the_sum_of_their_gradients(name, channels_last, device):
+    """Held against a tensor of all steps, whose gradient is summed by torch, as an operator and on kernels."""
+    from sparsecomp.lowering.spiking.neuron import launch_trained
+    from sparsecomp.lowering.spiking.neuron_gradients import launch_gradients
+
+    case, times = CASES[name], 4
+    x, states, parameters = sample(case, 1)
+    x = x.flatten(0, 1).contiguous(memory_format=torch.channels_last).unflatten(0, (1, -1)) if channels_last else x
+    how = [0.0] * len(states), parameters, case.numbers, case.text
+    whole, one = x.expand(times, *x.shape[1:]).contiguous().requires_grad_(), x.clone().requires_grad_()
+    outs, ours = ops.trained_neuron(whole, states, *how), ops.trained_neuron(one, states, *how, times)
+    torch.testing.assert_close(ours, outs, rtol=0, atol=0)
+    random = torch.Generator().manual_seed(9)
+    grads = [torch.randn(out.shape, generator=random) for out in outs[: 1 + len(states)]]
+    (expected,) = torch.autograd.grad(outs[: 1 + len(states)], whole, grads, allow_unused=True)
+    (found,) = torch.autograd.grad(ours[: 1 + len(states)], one, grads, allow_unused=True)
+    torch.testing.assert_close(found, expected.sum(0, keepdim=True))
+    assert expected.any()
+
+    def moved(values):
+        return [None if value is None else value.detach().to(device) for value in values]
+
+    seen = one.detach().to(device)
+    given = moved(states), how[0], moved(parameters), *how[2:]
+    spikes, *_ = launch_trained(seen.expand(times, *seen.shape[1:]), *given)
+    assert torch.equal(spikes.cpu(), outs[0])
+    wanted = [True, *(v is not None for v in states), *[False] * len(parameters)]
+    by_x, *_ = launch_gradients(moved(grads), seen, *given, wanted, times)
+    assert by_x.shape == x.shape and by_x.stride()[1:] == x.stride()[1:]
+    torch.testing.assert_close(by_x.cpu(), found, rtol=2e-5, atol=2e-5)
+
+
+def test_several_steps_are_not_seen_several_times():
+    case = CASES["detached"]
+    x, states, parameters = sample(case, 2)
+    with pytest.raises(InputError, match="times=4 of x"):
+        ops.trained_neuron(x, states, [0.0], parameters, case.numbers, case.text, 4)
+
+
 @EACH
 @pytest.mark.parametrize("of_the_input", [False, True])
 def test_gradients_of_gradients(name, of_the_input):
@@ -258,7 +301,7 @@ def test_the_operators_pass_opcheck(name):
     case = CASES[name]
     x, states, parameters = sample(case, 3)
     given = (x.requires_grad_(), states, [0.0] * len(states), parameters, case.numbers, case.text)
-    torch.library.opcheck(torch.ops.sparsecomp.trained_neuron.default, given)
+    torch.library.opcheck(torch.ops.sparsecomp.trained_neuron.default, (*given, 1))
     grads = [one.detach() for one in ops.trained_neuron(*given)][: 1 + len(states)]
     wanted = [True] * (1 + len(states) + len(parameters))
     torch.library.opcheck(torch.ops.sparsecomp.neuron_gradients.default, (grads, x.detach(), *given[1:], wanted))
@@ -298,7 +341,7 @@ def test_the_kernel_compiles_for_gpus_that_are_not_there():
                 neuron = neuron_of(text)
                 back = step_back(neuron)
                 constants = dict(STEPS=steps, CODE=tuples(neuron.code), AFTER=neuron.states, BACK=tuples(back.code),
-                                 WIDE=False, OF_X=back.x, OF=(*back.states, *back.parameters), BLOCK=512)
+                                 WIDE=False, SUMMED=half, OF_X=back.x, OF=(*back.states, *back.parameters), BLOCK=512)
                 build(kernel, types, constants, capability, num_warps=4, enable_fp_fusion=False)
         """
     )

@@ -47,13 +47,13 @@ def neuron_gradients_kernel(
     numel, x_step, spikes_step, size0, stride0, size1, stride1, size2, stride2, size3, stride3,
     size4, stride4, size5, stride5, start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
     STEPS: tl.constexpr, CODE: tl.constexpr, AFTER: tl.constexpr, BACK: tl.constexpr, OF_X: tl.constexpr,
-    OF: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    OF: tl.constexpr, WIDE: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One element of the states a lane. spikes, last0, last1: gradients of those; by_…: gradients for what is read.
 
     Inputs lie x_step apart from step to step, their gradients and those of spikes spikes_step. A parameter's gradient
     is one for each element of the states, which others add up. CODE and AFTER are the forward's; BACK is `StepBack`'s
-    code, OF_X and OF are its places.
+    code, OF_X and OF are its places. SUMMED: all steps are given the same, whose gradient is the sum of theirs.
     """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < numel
@@ -80,6 +80,7 @@ def neuron_gradients_kernel(
                 states = (values[AFTER[0]], zero)
     by_states = (state_before(last0_ptr, 0.0, offset, mask, zero), state_before(last1_ptr, 0.0, offset, mask, zero))
     sums = (zero, zero, zero, zero, zero, zero)
+    of_all = zero
     for back in tl.static_range(STEPS):
         x = inputs[STEPS - 1 - back]
         if STEPS > _HELD:
@@ -87,13 +88,18 @@ def neuron_gradients_kernel(
         grad = tl.load(spikes_ptr + (STEPS - 1 - back) * spikes_step + offset, mask=mask, other=0.0).to(tl.float32)
         now = (before[2 * (STEPS - 1 - back)], before[2 * (STEPS - 1 - back) + 1])
         values = results_of((x,) + now + fixed + (grad,) + by_states + (zero,), BACK)
-        by_x = values[OF_X].to(by_x_ptr.dtype.element_ty)
-        tl.store(by_x_ptr + (STEPS - 1 - back) * spikes_step + offset, by_x, mask=mask)
+        if SUMMED:
+            of_all += values[OF_X]
+        else:
+            by_x = values[OF_X].to(by_x_ptr.dtype.element_ty)
+            tl.store(by_x_ptr + (STEPS - 1 - back) * spikes_step + offset, by_x, mask=mask)
         by_states = (values[OF[0]], values[OF[1]])
         sums = (
             sums[0] + values[OF[2]], sums[1] + values[OF[3]], sums[2] + values[OF[4]], sums[3] + values[OF[5]],
             sums[4] + values[OF[6]], sums[5] + values[OF[7]],
         )  # fmt: skip
+    if SUMMED:
+        tl.store(by_x_ptr + offset, of_all.to(by_x_ptr.dtype.element_ty), mask=mask)
     store_if(by_v0_ptr, offset, by_states[0], mask)
     store_if(by_v1_ptr, offset, by_states[1], mask)
     store_if(by_p0_ptr, offset, sums[0], mask)
