@@ -221,12 +221,14 @@ class _Packing(NamedTuple):
         order: its dimensions from the outermost in memory, which is the first, to the innermost.
         parts: what it is the concatenation of, along its first dimension; each gives some bits of a byte.
         places: how many; where `parts` are not given, equal slices.
+        flat: bytes have one dimension: those of images Inductor would lay out as channels-last, in any order of theirs.
     """
 
     code: _Code
     order: tuple[int, ...]
     parts: tuple[fx.Node, ...]
     places: int
+    flat: bool
 
     @classmethod
     def of(cls, node: fx.Node, analysis: Analysis, low: bool) -> "_Packing | None":
@@ -240,7 +242,8 @@ class _Packing(NamedTuple):
             parts = ()
         size = example.shape[0]
         places = len(parts) or next(n for n in (most, 4, 2, 1) if n <= most and (n == 1 or low and _divides(n, size)))
-        return cls(code, order, parts, places) if example.element_size() * places > 1 else None
+        flat = example.dim() > 3 and all(type(one) is int for one in example.shape)
+        return cls(code, order, parts, places, flat) if example.element_size() * places > 1 else None
 
     def pack(self, node: fx.Node) -> fx.Node:
         """The bytes, in the forward graph."""
@@ -248,7 +251,7 @@ class _Packing(NamedTuple):
         with graph.inserting_before(node.next):
             packed = None
             for place, part in enumerate(self._steps(node) if self.parts else self._slices(node)):
-                counts = self._counts(_emit(graph, aten.permute.default, part, list(self.order)))
+                counts = self._counts(self._flat(_emit(graph, aten.permute.default, part, list(self.order))))
                 if place:
                     counts = _emit(graph, aten.mul.Tensor, counts, 2 ** (self.code.bits * place))
                 packed = counts if packed is None else _emit(graph, aten.bitwise_or.Tensor, packed, counts)
@@ -269,10 +272,15 @@ class _Packing(NamedTuple):
                 part = given if self.places == 1 else _emit(graph, aten.bitwise_and.Scalar, given, mask)
                 parts.append(self._elements(part, place, example.dtype))
             whole = _emit(graph, aten.cat.default, parts) if len(parts) > 1 else parts[0]
+            if self.flat:
+                whole = _emit(graph, aten.view.default, whole, [example.shape[dim] for dim in self.order])
             back = [self.order.index(dim) for dim in range(len(self.order))]
             whole = _emit(graph, aten.permute.default, whole, back)
         kept.replace_all_uses_with(whole)
         graph.erase_node(kept)
+
+    def _flat(self, part: fx.Node) -> fx.Node:
+        return _emit(part.graph, aten.reshape.default, part, [-1]) if self.flat else part
 
     def _steps(self, node: fx.Node) -> Iterator[fx.Node]:
         shape = node.meta["val"].shape
