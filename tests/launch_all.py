@@ -155,6 +155,8 @@ def attention_once(device: str) -> None:
     shapes = ((1, 2, 129, 17), (1, 1, 203, 17), (1, 1, 203, 33))
     operands = [torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     ops.block_attention(*operands, ops.scanned_blocks(mask, 129, 203))[0].sum().backward()
+    of_heads = operands[0], *(one.repeat_interleave(2, 1) for one in operands[1:])
+    ops.spike_attention(*of_heads, ops.scanned_blocks(mask, 129, 203)).sum().backward()
     ops.scanned_blocks(torch.where(mask, 0.0, -torch.inf), 129, 203)
     caches = [torch.randn(1, 1, 200, n, device=device, dtype=torch.bfloat16) for n in (17, 33)]
     lengths = torch.tensor([200], dtype=torch.int32, device=device)
