@@ -16,6 +16,7 @@ from bench.attention import (
     packed,
     spiking,
     static_cache,
+    trained_biases,
 )
 from bench.local import scores, speeds
 from bench.masked import prune_minilm, resu_mnist
@@ -85,6 +86,7 @@ PARTS: dict[str, dict[str, Part]] = {
         "attention-long": _if_measured("attention_long", long.table),
         "masked-attention": _if_measured("masked_attention", masked_models.table),
         "attention-data": _if_measured("attention_data", data_masks.table),
+        "trained-biases": _if_measured("trained_biases", trained_biases.table),
         "attention-packed": _if_measured("attention_packed", packed.table),
         "spiking-attention": _if_measured("spiking_attention", spiking.table),
         "decode": _if_measured("decode", decode.table),

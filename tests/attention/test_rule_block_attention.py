@@ -226,9 +226,9 @@ def test_what_stays_as_written(name: str) -> None:
     assert told in seen.reason and seen.why == "ATTENTION_AS_WRITTEN"
 
 
-def test_a_mask_that_is_trained_stays() -> None:
-    seen = stays(Refused(F.scaled_dot_product_attention, torch.zeros(N, N)), tokens(), frozen=True)
-    assert "trained" in seen.reason
+def test_a_mask_that_is_trained_is_read_in_each_call() -> None:
+    seen = becomes_one(Refused(F.scaled_dot_product_attention, torch.zeros(N, N)), tokens(), frozen=True)
+    assert "scanned in each call" in seen.reason
 
 
 def test_dynamic_sizes_stay() -> None:
