@@ -102,8 +102,10 @@ def _seen(x: Any, like: fx.Node) -> tuple[Any, int]:
     """What the neurons are given (T, …), and 1; or one step (1, …), and T, where a static stem shows it to all."""
     _, found = unviewed(x)
     op, example, shape = op_of(found), example_of(found), example_of(x).shape
-    before = None if op is None or op.name != "expand" else example_of(op.input)
-    if before is None or example is None or before.shape != (1, *example.shape[1:]) or shape[0] != example.shape[0]:
+    if op is None or op.name != "expand" or example is None:
+        return x, 1
+    before = example_of(op.input)
+    if before is None or before.shape != (1, *example.shape[1:]) or shape[0] != example.shape[0]:
         return x, 1
     return call(like.graph, like, torch.reshape, op.input, (1, *shape[1:])), shape[0]
 

@@ -278,7 +278,7 @@ def described(fire: str, dtype: torch.dtype) -> tuple[Any, ...]:
     run = loop(CHARGES["leak"], over(FIRES[fire]), RESETS["soft"])
     x = currents(2, 3, 4).to(dtype).requires_grad_()
     _, report = rewritten(run, x, neurons="fuse", strict=True)
-    found = re.search(r"\.default\(l_x_, \[None\], \[0\.0\], \[\], (\[.*?\]), '(.*?)'\)", report.graph_after)
+    found = re.search(r"\.default\(l_x_, \[None\], \[0\.0\], \[\], (\[.*?\]), '(.*?)', 1\)", report.graph_after)
     assert found is not None
     return ast.literal_eval(found[1]), found[2]
 

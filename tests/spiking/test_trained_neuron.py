@@ -164,7 +164,7 @@ def test_a_mean_s_gradient_follows_from_that_of_the_bias_behind_it(name, asked, 
     summed, gradients_of = [], torch.ops.sparsecomp.neuron_gradients.default
     monkeypatch.setattr(
         torch.ops.sparsecomp, "neuron_gradients",
-        SimpleNamespace(default=lambda *given: summed.append(given[-1][2:]) or gradients_of(*given)),
+        SimpleNamespace(default=lambda *given: summed.append(given[-2][2:]) or gradients_of(*given)),
     )  # fmt: skip
     case = CASES[name]
     x, states, parameters = sample(case, 3, torch.float64)
