@@ -25,7 +25,7 @@ from sparsecomp.passes.engine.rule import TAG, Context, Density, Plan, Refusal, 
 from sparsecomp.passes.facts.analysis import Analysis, analyse
 from sparsecomp.passes.facts.registry import LostKind
 from sparsecomp.passes.find_rules import RULES, enabled
-from sparsecomp.passes.graph.canonicalize import RESHAPED, binding_once, example_of
+from sparsecomp.passes.graph.canonicalize import RESHAPED, binding_once, example_of, op_of
 from sparsecomp.passes.graph.contract import reorder
 from sparsecomp.passes.record import Record
 from sparsecomp.report import PassRecord, Report, Site
@@ -203,9 +203,8 @@ class _Change:
     def finish(self, erased: set[fx.Node]) -> None:
         """Erase what was replaced, and what only that read; `erased` is what an earlier change erased."""
         self._erase_replaced(erased)
-        # all or nothing: a write has no users itself, but what it writes to may have
-        dead = dict.fromkeys(node for node in self.dead if node not in erased)
-        if all(user in dead for node in dead for user in node.users):
+        dead = _unread([node for node in self.dead if node not in erased])
+        if dead:
             _erase(dead)
             erased.update(dead)
             self._erase_replaced(erased)
@@ -215,6 +214,24 @@ class _Change:
             if not old.users and old not in erased:
                 _erase([old])
                 erased.add(old)
+
+
+def _unread(dead: list[fx.Node]) -> dict[fx.Node, None]:
+    """Those that are read by each other alone: another plan may have had one more reader read one of them, and then
+    the others go still, such as a batch-norm whose running statistics its successor moves. Of writes in place all or
+    nothing: a write has no users itself, but what it writes to, maybe through a view, may have."""
+    left = dict.fromkeys(dead)
+    while read := [node for node in left if any(user not in left for user in node.users)]:
+        if any(map(_may_write, dead)):
+            return {}
+        for node in read:
+            del left[node]
+    return left
+
+
+def _may_write(node: fx.Node) -> bool:
+    op = op_of(node)
+    return op is None or not op.known or op.inplace or op.out is not None
 
 
 def _apply(

@@ -19,7 +19,7 @@ from sparsecomp.passes.engine.rule import Context, call
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.spiking.neuron_call import starting_number
 from sparsecomp.passes.spiking.neurons_behind import unviewed
-from sparsecomp.passes.spiking.step_norm import is_step_norm, move_statistics, statistics
+from sparsecomp.passes.spiking.step_norm import is_step_norm, may_move, move_statistics, statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ def norm_ahead(neuron: fx.Node, ctx: Context) -> NormAhead | None:
     alone = all(readers.issuperset(one.users) for one in (*views, found))
     same = given.shape[2:] == example.shape[1:] and given.shape[0] * given.shape[1] == example.shape[0]
     kept = all(is_kept(one, ctx) for one in (*views, found, op.input))
+    kept = kept and may_move(op, ctx)
     kept = kept and is_kept(op.get("bias"), ctx, found)  # the neuron reads it, and its backward once more
     # detach gives the batch-norm none, and neither does a view that is made where gradients are off
     passed = not ctx.switched(found, neuron) and all(

@@ -25,7 +25,7 @@ from sparsecomp.passes.facts.repeats import Flow, OneStep, flow_from
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.neuron_call import NEURON_CALLS
-from sparsecomp.passes.spiking.step_norm import each_normalised, is_step_norm
+from sparsecomp.passes.spiking.step_norm import each_normalised, is_step_norm, may_move
 
 _STRIDED = ("batch_norm", "cat", "stack", "sum", "mean", "sparsecomp::lif", "sparsecomp::neuron", *NEURON_CALLS)
 """Readers of any strides whose results do not share memory with what they read, besides pointwise ones and layers."""
@@ -102,7 +102,9 @@ def _admits(op: CanonicalOp, flow: Flow, moved: set[fx.Node], ctx: Context) -> b
     node = op.node
     if node in ctx.transformed or not is_kept(node, ctx):
         return False
-    if _is_trained_norm(op) and (not is_step_norm(op) or moved.isdisjoint(node.all_input_nodes)):
+    if _is_trained_norm(op) and (
+        moved.isdisjoint(node.all_input_nodes) or not (is_step_norm(op) and may_move(op, ctx, beside=moved))
+    ):
         return False
     if op.has(Trait.PRODUCT) or not moved.isdisjoint(node.all_input_nodes):
         if node in ctx.analysis.seen_outside:
@@ -164,8 +166,8 @@ def _place(node: fx.Node) -> fx.Node:
 def _one_step(node: fx.Node, step: OneStep, given: _Call, ones: Mapping[fx.Node, fx.Node]) -> fx.Node:
     op = op_of(node)
     if op is not None and _is_trained_norm(op):
-        assert isinstance(op.input, fx.Node)
-        made = each_normalised(ones[op.input], 1, node)
+        (x,) = (ones[one] for one in (*given[0], *given[1].values()) if isinstance(one, fx.Node) and one in ones)
+        made = each_normalised(x, 1, node)
     elif step.target is None:
         made = node.graph.node_copy(node)
         made.args, made.kwargs = fx.map_arg(given, lambda one: ones.get(one, one))

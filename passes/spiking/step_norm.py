@@ -6,7 +6,7 @@ Inductor, which does batch-norm by such sums too, makes of it what it makes of o
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,13 @@ def statistics_alone(nodes: Iterable[fx.Node], ctx: Context) -> list[list[fx.Nod
         if op is not None and is_step_norm(op) and None not in _running(op):
             found.setdefault(_running(op), []).append(node)
     return [calls for running, calls in found.items() if _are_alone(running, calls, ctx)]
+
+
+def may_move(op: CanonicalOp, ctx: Context, beside: Container[fx.Node] = ()) -> bool:
+    """Whether running statistics may be moved by a write, which autograd sees, unlike batch-norm's own: who read them
+    before, but for those `beside`, may have kept them for its backward."""
+    order, running = ctx.analysis.order, [one for one in _running(op) if isinstance(one, fx.Node)]
+    return all(one in beside for node in running for one in node.users if order[one] < order[op.node])
 
 
 def _running(op: CanonicalOp) -> tuple[Any, Any]:

@@ -623,3 +623,33 @@ def test_real_networks_see_their_image_once(module, build, side, monkeypatch):
     torch.testing.assert_close(found, expected)
     (stem_site,) = (one for one in report.sites if one.rule == RULE and one.rewritten)
     assert "conv2d" in stem_site.reason and "once instead of 4 times" in stem_site.reason
+
+
+def test_statistics_that_were_read_before_are_left_to_batch_norm():
+    """Its backward keeps them, and finds a write that autograd sees."""
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        other = stem(net, torch.cat([x, x + 1, x * 2, x - 1]))
+        return fire(other.unflatten(0, (T, -1))) * over_time(net, x.unsqueeze(0).repeat(T, 1, 1, 1, 1)) + other.mean()
+
+    net = Net(forward).train()
+    found, _ = rewritten(net, image(), strict=True, implementation="auto")
+    weights = [net.conv.weight, net.norm.weight]
+    for ours, eager in zip(
+        torch.autograd.grad(found.sum(), weights), torch.autograd.grad(net(image()).sum(), weights), strict=True
+    ):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_two_passes_over_one_image_move_statistics_twice():
+    """Both read the one convolution that is left of two."""
+
+    def forward(net: nn.Module, x: Tensor) -> Tensor:
+        once, again = (over_time(net, x.unsqueeze(0).repeat(T, 1, 1, 1, 1)) for _ in range(2))
+        return once + again
+
+    nets = [Net(forward).train() for _ in range(2)]
+    expected, (found, _) = nets[0](image()), rewritten(nets[1], image(), strict=True, implementation="auto")
+    torch.testing.assert_close(found, expected)
+    for ours, eager in zip(nets[1].buffers(), nets[0].buffers(), strict=True):
+        torch.testing.assert_close(ours, eager)

@@ -263,3 +263,28 @@ def test_networks_learn_on_a_gpu_as_the_library_s_do(mode, memory, monkeypatch):
     assert {one.implementation for one in report.sites if one.rule == "train_neurons"} == {"fused"}
     for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
         assert (ours.grad - theirs.grad).norm() <= 0.1 * theirs.grad.norm() + 1e-5
+
+
+def test_a_batch_norm_whose_statistics_were_read_before_stays():
+    """The backward of its first call keeps them, and finds a write that autograd sees."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.neurons = nn.BatchNorm2d(3), NEURONS["lif"]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.norm(x.flatten(0, 1) + 1)
+            return self.neurons(self.norm(x.flatten(0, 1)).unflatten(0, (4, -1))) * before.unflatten(0, (4, -1))
+
+    eager, model, x = Twice(), Twice(), sample()
+    compiled, reports, _ = through_aot(model)
+    found, expected = compiled(x), eager(x)
+    torch.testing.assert_close(found, expected)
+    ours, right = (
+        torch.autograd.grad(out.square().sum(), [*of.parameters()])
+        for out, of in ((found, model), (expected, eager))
+    )
+    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([*model.buffers()], [*eager.buffers()])
+    assert site(reports[0], "train_neurons").rewritten
