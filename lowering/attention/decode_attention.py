@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp.lowering.attention.problem import TOLERANCE, HeadStrides, rows_innermost, slopes
+from sparsecomp.lowering.attention.problem import ADDED_DTYPES, TOLERANCE, HeadStrides, rows_innermost, slopes
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
@@ -18,7 +18,6 @@ from sparsecomp.reference.attention.decode_attention import (
 )
 from sparsecomp.reference.attention.scores import Scores
 
-_ADDED = ("", "float32", "float16", "bfloat16")
 _SIZES = ("batch", "kv_heads", "seen")
 _PARAMETERS = ("group", "rows", "page", "depth", "v_depth")
 
@@ -127,7 +126,7 @@ def _signature(problem: DecodeAttention, device: Device) -> KernelSignature:
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
                     ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
                     ("masked", int(bool(problem.kept))),
-                    *((("added", _ADDED.index(problem.added)),) if problem.added else ())),
+                    *((("added", ADDED_DTYPES.index(problem.added)),) if problem.added else ())),
     )  # fmt: skip
 
 
@@ -144,7 +143,7 @@ def _representative(signature: KernelSignature) -> DecodeAttention:
     return DecodeAttention(
         batch, heads, given["group"], rows, capacity, page, pages, each, given["depth"], given["v_depth"], strides,
         signature.dtypes[0], given["depth"] ** -0.5, seen - rows, 0, 20.0 * given["capped"], bool(given["biased"]),
-        (0, 0, 0, 1) if given["masked"] else (), _ADDED[given.get("added", 0)],
+        (0, 0, 0, 1) if given["masked"] else (), ADDED_DTYPES[given.get("added", 0)],
     )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from sparsecomp.reference.attention.dropout import ALWAYS
 
 TOLERANCE = {"float32": 2e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 """Relative Frobenius error of a result: torch's flash attention, which rounds its weights alike, has the same."""
-_ADDED = ("", "float32", "float16", "bfloat16")
+ADDED_DTYPES = ("", "float32", "float16", "bfloat16")
+"""Of what is added to scores; their numbers stand in signatures."""
 _LEAST = 2.0**-126
 """Scale that kernels take for 0, by which the -inf of a pair that is left out would become NaN."""
 _FARTHEST = 2**24
@@ -196,7 +197,7 @@ def signature(op: str, problem: BlockAttention, device: Device) -> KernelSignatu
         sizes=tuple((name, getattr(problem, name)) for name in _SIZES),
         parameters=(*((name, getattr(problem, name)) for name in _PARAMETERS),
                     ("capped", int(problem.softcap > 0)), ("biased", int(problem.biased)),
-                    ("added", _ADDED.index(problem.added)), ("dropped", problem.dropped),
+                    ("added", ADDED_DTYPES.index(problem.added)), ("dropped", problem.dropped),
                     *((("parts", problem.parts),) if problem.parts else ()),
                     *((("single", 1),) if problem.single else ())),
     )  # fmt: skip
@@ -215,7 +216,7 @@ def representative(signature: KernelSignature, shapes: str) -> BlockAttention:
     problem = BlockAttention(
         sizes["batch"], heads, given["group"], sizes["q_len"], sizes["k_len"], given["depth"], given["v_depth"],
         given["block_q"], given["block_k"], sizes["width"], sizes["k_width"], False, False, signature.dtypes[0],
-        given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]), _ADDED[given["added"]],
+        given["depth"] ** -0.5, (), 20.0 * given["capped"], bool(given["biased"]), ADDED_DTYPES[given["added"]],
         kept=ALWAYS - 6554 * given["dropped"], parts=given.get("parts", 0), result="".join(signature.dtypes[1:]),
         single=bool(given.get("single", 0)),
     )  # fmt: skip

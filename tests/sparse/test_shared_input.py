@@ -498,8 +498,9 @@ def test_layers_are_one_launch_where_that_was_faster(row):
     outs, k, zeros, rows, *_ = row["layers"].values()
     decision, ms = decide_siblings([product(m, k, rows, 1 - zeros) for m in outs], 2), row["ms"]
     (kernel,) = decision.seconds.keys() - {"dense"}
-    # the most of sixteen rows at 50 %, whose launches apart are estimated too slow as well
-    assert 0.85 < 1e3 * decision.seconds[kernel] / ms["together"] < 1.3
+    # sixteen rows of the largest at 50 % are estimated too slow, together and apart
+    most = 1.3 if (outs, zeros, rows) == ([11008, 11008], 0.5, 16) else 1.22
+    assert 0.85 < 1e3 * decision.seconds[kernel] / ms["together"] < most
     gain = ms["apart"] / ms["together"]
     assert decision.dense == (gain < 1) or 0.98 < gain < 1.05
 
