@@ -3,7 +3,8 @@
 Tests keep their tuning results to themselves: what a user's cache holds must not decide what they run.
 
 The quick run leaves out what is marked `slow`. A file of many cases says `pytestmark = pytest.mark.quick_cases(n)`:
-of each of its tests n cases are quick, and the others are slow.
+of each of its tests n cases are quick, and the others are slow. Of these, the ones that show no two values of
+parameters together that no other case showed are marked `every_case` as well, if they need no device.
 
 A rule or an analysis that fails costs a user one site and a warning. Here it fails the test, unless that is marked
 ``fails_inside``.
@@ -20,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_cases import covering
+from quick_cases import Choice, covering, pairwise
 from spared_work import spare_work
 
 if not torch.cuda.is_available():
@@ -103,10 +104,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases = list(group)
         mark = cases[0].get_closest_marker("quick_cases")
         if mark is not None:
-            quick = covering([_choices(case) for case in cases], *mark.args)
+            choices = [_choices(case) for case in cases]
+            quick = covering(choices, *mark.args)
+            slow = pairwise(choices, quick)
             for number, case in enumerate(cases):
                 if number not in quick:
                     case.add_marker("slow")
+                    if number not in slow and not case.get_closest_marker("gpu"):
+                        case.add_marker("every_case")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -132,7 +137,10 @@ class _Errors(logging.Handler):
             self.told.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
 
 
-def _choices(item: pytest.Item) -> set[tuple[str, int]]:
-    """Which value each parameter of a case has; none where the case needs a device, so that others come first."""
+def _choices(item: pytest.Item) -> set[Choice]:
+    """Which value each parameter of a case has; none where the case needs a device, so that others come first. Cases
+    that have the same value have the same object; their indices are numbers of cases in newer versions of pytest."""
     call = getattr(item, "callspec", None)
-    return set() if call is None or item.get_closest_marker("gpu") else set(call.indices.items())
+    if call is None or item.get_closest_marker("gpu"):
+        return set()
+    return {(name, id(value)) for name, value in call.params.items()}
