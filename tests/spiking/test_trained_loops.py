@@ -823,7 +823,7 @@ def test_what_a_function_marks_is_not_read(name: str) -> None:
 def described(fire: str) -> tuple[str, list[float]]:
     """The description of a leaky neuron that fires in some way, and its numbers."""
     _, report = rewritten(_one(FIRES[fire]), currents(2, 3, 4).requires_grad_(), neurons="fuse", strict=True)
-    found = re.search(r"\.default\(l_x_, \[None\], \[0\.0\], \[\], (\[.*?\]), '(.*?)'\)", report.graph_after)
+    found = re.search(r"\.default\(l_x_, \[None\], \[0\.0\], \[\], (\[.*?\]), '(.*?)', 1\)", report.graph_after)
     assert found is not None
     return found[2], ast.literal_eval(found[1])
 
