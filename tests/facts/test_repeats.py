@@ -153,7 +153,8 @@ CASES: dict[str, tuple[Callable[[Tensor], Any], Any]] = {
     "batch_norm, channels": (
         lambda x: F.batch_norm(along(x, 1), numbers(5 * T), numbers(5 * T) ** 2), NOTHING),
     "batch_norm in training": (
-        lambda x: F.batch_norm(along(x, 0), numbers(5), numbers(5) ** 2, training=True), NOTHING),
+        lambda x: F.batch_norm(along(x, 0), numbers(5), numbers(5) ** 2, training=True),
+        {True: (0, T), False: NOTHING}),
     "group_norm": (lambda x: F.group_norm(along(x, 0), 5), (0, T)),
     "group_norm, channels": (lambda x: F.group_norm(along(x, 1), 5), NOTHING),
     "group_norm, height": (lambda x: F.group_norm(along(x, 2), 5), NOTHING),
