@@ -171,9 +171,10 @@ def test_every_depth_has_kernels_on_every_card():
 @pytest.mark.parametrize("more", ["", "added=1", "dropped=1"])
 def test_every_configuration_fits_in_shared_memory(shapes, capability, more):
     """What Triton takes is no more than was counted, for the configuration of each dtype and depth that counts most."""
-    kinds = [("float32", "fp32", 64), ("bfloat16", "bf16", 128)]  # what a mask or dropout takes hangs on neither
+    kinds = [("bfloat16", "bf16", 128)]  # what a mask or dropout takes hangs on neither dtype nor depth
     if not more:
-        kinds += [("float32", "fp32", 128), ("bfloat16", "bf16", 64), ("bfloat16", "bf16", 256)]
+        kinds += [("float32", "fp32", 64), ("float32", "fp32", 128), ("bfloat16", "bf16", 64)]
+        kinds += [("bfloat16", "bf16", 256)]
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.attention import block_attention, block_attention_gradients as gradients
@@ -283,15 +284,15 @@ class TestOnAGpu:
 
 
 @pytest.mark.slow(reason="compiles all kernels for two targets")
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "splits"), [("bf16", (1, 2)), ("fp32", (0,))])
 @pytest.mark.parametrize(("capability", "instruction"), [(80, "mma.sync"), (90, "wgmma")])
-def test_kernels_compile_to_tensor_core_instructions(capability, instruction, dtype):
+def test_kernels_compile_to_tensor_core_instructions(capability, instruction, dtype, splits):
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.attention.kernels.attention_by_key import attention_by_key_kernel
         from sparsecomp.lowering.attention.kernels.attention_by_query import attention_by_query_kernel
         from sparsecomp.lowering.attention.kernels.block_attention import block_attention_kernel
-        tile = dict(GROUP=2, D=64, DV=40, BD=64, BDV=64, BLOCK_Q=128, BLOCK_K=128, BM=64, BN=64, CHECK_ROWS=True,
+        tile = dict(GROUP=2, D=32, DV=24, BD=32, BDV=32, BLOCK_Q=128, BLOCK_K=128, BM=64, BN=64, CHECK_ROWS=True,
                     JOINT=True, CAPPED=True, BIASED=True, ADDED=True, DROPPED=True,
                     PRECISION="tf32x3" if "{dtype}" == "fp32" else "ieee", ROOM=16)
         own = dict(count_ptr="*i32", partial_ptr="*i32", index_ptr="*i32", tile_ptr="*i32", bits_ptr="*i32",
@@ -301,10 +302,10 @@ def test_kernels_compile_to_tensor_core_instructions(capability, instruction, dt
         for kernel in (block_attention_kernel, attention_by_query_kernel, attention_by_key_kernel):
             types = {{n: own.get(n, "*{dtype}" if n.endswith("_ptr") else "i32") for n in kernel.arg_names}}
             rows = [n for n in kernel.arg_names if n.endswith(("_row", "_head", "_batch"))]
-            for split in (0, 1, 2):
+            for split in {splits}:
                 built = build(kernel, types, tile | dict(SPLIT=split), {capability}, whole=rows, num_warps=4,
                               num_stages=2)
                 print(built.asm["ptx"].count("{instruction}") > 0)
         """
     )
-    assert printed.split() == ["True"] * 9
+    assert printed.split() == ["True"] * 3 * len(splits)
