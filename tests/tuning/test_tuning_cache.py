@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from pace import limit
 
 from sparsecomp.errors import CacheError
 from sparsecomp.lowering.cache import database as store
@@ -141,7 +142,7 @@ def test_a_hit_takes_microseconds_and_writes_nothing(cache: TuningCache, capsys:
     medians = {kind: statistics.median(took) for kind, took in times.items()}
     with capsys.disabled():
         print(f"\nmedian hit, µs: {medians}")
-    assert max(medians.values()) < 20
+    assert max(medians.values()) < limit(20)
     assert [(path.name, path.stat().st_mtime_ns) for path in sorted(cache.path.parent.iterdir())] == before
 
 
@@ -217,17 +218,17 @@ def test_a_hundred_thousand_entries(tmp_path: Path) -> None:
         found = cache.get(wanted)
         took.append(time.perf_counter() - start)
         assert found is not None and found.times == {"a": 1.0 + number}
-    assert statistics.median(took) < 20e-6
+    assert statistics.median(took) < limit(20e-6)
     start = time.process_time()
     assert cache.export(tmp_path / "all.json") == 100_000
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < limit(5)
     start = time.process_time()
     miss = cache.explain_miss(signature(7, epilogue="relu"))
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < limit(5)
     assert miss is not None and miss.differing == (("epilogue", "relu", ""),)
     start = time.process_time()
     cache.put(signature(100_000), times={"a": 1.0})
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < limit(0.5)
     assert cache.stats().entries == 100_000 and cache.get(signature(100_000)) is not None
 
 
