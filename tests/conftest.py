@@ -4,7 +4,8 @@ Tests keep their tuning results to themselves: what a user's cache holds must no
 
 The quick run leaves out what is marked `slow`. A file of many cases says `pytestmark = pytest.mark.quick_cases(n)`:
 of each of its tests n cases are quick, and the others are slow. Of these, the ones that show no two values of
-parameters together that no other case showed are marked `every_case` as well, if they need no device.
+parameters together that no other case showed are marked `every_case` as well, if they need no device; all but n where a
+test says `slow_cases(n)`.
 
 A rule or an analysis that fails costs a user one site and a warning. Here it fails the test, unless that is marked
 ``fails_inside``.
@@ -102,16 +103,9 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for _, group in groupby(items, lambda item: item.nodeid.partition("[")[0]):
         cases = list(group)
-        mark = cases[0].get_closest_marker("quick_cases")
-        if mark is not None:
-            choices = [_choices(case) for case in cases]
-            quick = covering(choices, *mark.args)
-            slow = pairwise(choices, quick)
-            for number, case in enumerate(cases):
-                if number not in quick:
-                    case.add_marker("slow")
-                    if number not in slow and not case.get_closest_marker("gpu"):
-                        case.add_marker("every_case")
+        quick, slow = (cases[0].get_closest_marker(name) for name in ("quick_cases", "slow_cases"))
+        if quick is not None or slow is not None:
+            _share(cases, quick.args[0] if quick else 0, slow.args[0] if slow else None)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -135,6 +129,18 @@ class _Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             self.told.append(f"{record.getMessage()}: {record.exc_info[1]!r}")
+
+
+def _share(cases: list[pytest.Item], quick: int, slow: int | None) -> None:
+    """Which cases are quick, which slow, and which of these show nothing new."""
+    choices = [_choices(case) for case in cases]
+    first = covering(choices, quick)
+    second = pairwise(choices, first) if slow is None else covering(choices, quick + slow) - first
+    for number, case in enumerate(cases):
+        if number not in first:
+            case.add_marker("slow")
+            if number not in second and not case.get_closest_marker("gpu"):
+                case.add_marker("every_case")
 
 
 def _choices(item: pytest.Item) -> set[Choice]:
