@@ -166,6 +166,7 @@ def test_every_depth_has_kernels_on_every_card():
 
 
 @pytest.mark.slow(reason="compiles the largest configurations")
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("shapes", OPERATIONS)
 @pytest.mark.parametrize("more", ["", "added=1", "dropped=1"])

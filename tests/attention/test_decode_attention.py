@@ -211,6 +211,7 @@ def test_compiled_in_one_graph():
 
 
 @pytest.mark.slow(reason="compiles the kernel for two targets")
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_and_fit_in_shared_memory(capability, dtype):

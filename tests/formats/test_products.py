@@ -156,6 +156,7 @@ def test_batches_broadcast_as_in_torch(kind, batch):
             close(matrix.with_values(by_values).to_dense(), by_whole * stored)
 
 
+@pytest.mark.slow_cases(8)
 @pytest.mark.parametrize("batch", [3, None])
 @pytest.mark.parametrize(("backend", "kind"), [*(("aot_eager", kind) for kind in KINDS), ("sparsecomp", CSR)])
 def test_batches_broadcast_in_compiled_code(kind, batch, backend):
@@ -326,6 +327,7 @@ print(before, (torch.ones(3) @ matrix).tolist())
 
 
 @EVERY
+@pytest.mark.slow_cases(8)
 @pytest.mark.parametrize("backend", [None, "sparsecomp"])
 def test_a_tensor_times_a_dense_one_and_its_sum(kind, backend):
     dense, factor = dense_of(), torch.randn(7, 10, dtype=torch.float64)

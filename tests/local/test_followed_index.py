@@ -121,6 +121,7 @@ def test_a_cpu_refuses_an_index_that_reads_beyond_the_inputs(entry):
 
 @pytest.mark.parametrize("make", [layer_of, lambda: GeoSparseResidualBlock(N, index_of(0, (N, K)))])
 @pytest.mark.slow(reason="Inductor compiles forward and backward")
+@pytest.mark.slow_cases(1)
 def test_lists_of_a_promised_index_are_constants_that_nothing_compares(make, monkeypatch):
     from sparsecomp.passes.cost.decision import Decision
     from sparsecomp.passes.local import own_layer, residual_block

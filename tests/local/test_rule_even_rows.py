@@ -527,7 +527,8 @@ def test_the_cheaper_way_is_taken_on_one_core(kind, k, rows, trained, pays, one_
     assert ("gather_dot" in [one.implementation for one in report.sites]) == pays
 
 
-@pytest.mark.quick_cases(2)
+@pytest.mark.quick_cases(1)
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize(
     ("kind", "mode", "k", "trained", "pays"),
     [

@@ -77,6 +77,7 @@ def test_each_way(settings, dtype, way, monkeypatch):
 
 
 @pytest.mark.slow(reason="Inductor compiles")
+@pytest.mark.slow_cases(2)
 @pytest.mark.parametrize(("settings", "way"), [*(("gelu", way) for way in WAYS), ("sine", "dense")])
 def test_gradients_of_each_way(settings, way, monkeypatch):
     monkeypatch.setattr(rule, "decide_block", lambda *layers: Decision(way, "said so"))
