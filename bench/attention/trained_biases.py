@@ -154,8 +154,8 @@ def _prepare(
 def _judged() -> list[str]:
     report = sparsecomp.last_report()
     assert report is not None
-    sites = [site for site in report.sites if site.rule == "block_attention"]
-    return [f"{'' if site.rewritten else 'stays: '}{site.reason}" for site in sites]
+    sites = [site for site in report.sites if site.rule in ("block_attention", "bias_table")]
+    return [f"{'' if site.rewritten else 'stays: '}{site.rule}: {site.reason}" for site in sites]
 
 
 def table(rows: list[dict[str, Any]]) -> str:

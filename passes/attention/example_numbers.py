@@ -40,8 +40,8 @@ class ExampleNumbers(NamedTuple):
 def example_numbers(site: AttentionSite, ctx: Context) -> ExampleNumbers | None:
     """Of the numbers that a site adds; None if they are not known. Waits for their device."""
     mask = site.mask
-    found = computed_by(mask.node, mask.reader, _is_computed, ctx)
-    if not all(_is_real(ctx.values.get(source)) for source in found.sources):
+    found = computed_by(mask.node, mask.reader, is_computed, ctx)
+    if not all(is_real(ctx.values.get(source)) for source in found.sources):
         return None
     with torch.inference_mode(False), torch.no_grad():
         numbers = found.values(ctx.values)[mask.node]
@@ -61,12 +61,14 @@ def _share(kept: Tensor) -> float:
     return float(kept.unflatten(3, (-1, width)).any(4).unflatten(2, (-1, height)).any(3).double().mean())
 
 
-def _is_computed(node: fx.Node) -> bool:
+def is_computed(node: fx.Node) -> bool:
+    """Whether a call gives the same numbers for the same arguments, as masks and biases are made of."""
     op = op_of(node)
     if op is None or op.out is not None or op.module is not None:
         return False
     return is_known(node) or op.has(Trait.MOVES | Trait.VIEW) or op.name == "embedding"
 
 
-def _is_real(value: object) -> bool:
+def is_real(value: object) -> bool:
+    """Whether a value of the capture is a tensor with numbers."""
     return isinstance(value, Tensor) and not value.is_meta and not _compat.is_fake(value)

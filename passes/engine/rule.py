@@ -73,6 +73,7 @@ class Why(Enum):
     LAUNCHES_APART = "the layers that read one input stay launches of their own: {detail}"
     MASKED_AS_WRITTEN = "the masked weight stays as it was written: {detail}"
     ATTENTION_AS_WRITTEN = "the attention stays as it was written: {detail}"
+    TABLE_AS_WRITTEN = "the gradient by the table stays torch's: {detail}"
     MASK_NOT_FROZEN = (
         "the attention stays as it was written: its mask `{name}` may be written to where nothing tells of it; "
         "{option} promises that it is not"

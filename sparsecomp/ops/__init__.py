@@ -6,6 +6,7 @@ their kernels on first use.
 
 from sparsecomp.ops import apart as _apart  # noqa: F401  (operators of rewrites, as all like it)
 from sparsecomp.ops import promise as _promise  # noqa: F401
+from sparsecomp.ops.attention.bias_table import table_rows
 from sparsecomp.ops.attention.block_attention import block_attention
 from sparsecomp.ops.attention.decode_attention import decode_attention
 from sparsecomp.ops.attention.element_attention import element_attention
@@ -100,6 +101,7 @@ __all__ = [
     "split_pruned",
     "split_weight",
     "spmm",
+    "table_rows",
     "tournament",
     "trained_neuron",
 ]

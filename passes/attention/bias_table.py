@@ -1,0 +1,124 @@
+"""A small table that is trained and read at many places gets a gradient of our own: `sparsecomp::table_rows`.
+
+Biases by relative position are such tables. The rows are read as written; what changes is the gradient by the table,
+which Inductor scatters. It comes behind the rules of attention, which look at how a bias was made.
+"""
+
+import math
+
+import torch
+from torch import Tensor, fx
+
+import sparsecomp.ops.attention.bias_table  # noqa: F401  (registers the operator)
+from sparsecomp.ops.attention.bias_table import NO_PADDING
+from sparsecomp.passes.attention.example_numbers import is_computed, is_real
+from sparsecomp.passes.cost.bias_table import ReadTable, decide
+from sparsecomp.passes.engine.rule import (
+    Context,
+    Plan,
+    Refusal,
+    Rule,
+    Verdict,
+    Why,
+    call,
+    is_static,
+    known_sizes,
+    refuse,
+    replays,
+)
+from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
+from sparsecomp.passes.masked.formula import computed_by, is_parameter
+from sparsecomp.reference.precision import KERNEL_DTYPES
+
+
+def consider(node: fx.Node, ctx: Context) -> Verdict:
+    """Judge one node: rows of a table that wants a gradient, read by an index, are a site where a GPU is to run it."""
+    op, out = op_of(node), example_of(node)
+    if op is None or out is None or not ctx.gradients or not out.requires_grad:
+        return None
+    found = _read(op)
+    if found is None or ctx.device(out.device).type != "cuda":
+        return None
+    problem = _problem(op, out, ctx)
+    return _judged(node, *found, ctx) if problem is None else problem
+
+
+RULE = Rule("bias_table", consider, after=("block_attention", "gather_dot", "spike_attention"))
+
+
+def _read(op: CanonicalOp) -> tuple[fx.Node, fx.Node, object] | None:
+    """The table, the index and the row that gets no gradient, if any; None of another operator."""
+    if op.out is not None or op.module is not None or not op.known:
+        return None
+    padding = None
+    if op.name == "embedding":
+        table, index, padding = op.get("weight"), op.get("input"), op.get("padding_idx")
+    elif op.name == "getitem":
+        table, index = op.input, op.get("index")
+        index, *more = index if isinstance(index, tuple) and index else (index,)
+        if any(one is not Ellipsis and one != slice(None) for one in more):
+            return None
+    else:
+        return None
+    examples = [example_of(one) for one in (table, index)]
+    if any(one is None for one in examples) or examples[1].dtype not in (torch.int32, torch.int64):
+        return None
+    trained = examples[0].requires_grad and examples[0].dim() in (1, 2)
+    return (table, index, padding) if trained else None
+
+
+def _problem(op: CanonicalOp, out: Tensor, ctx: Context) -> Refusal | None:
+    """Why torch's own gradient stays; None if nothing is against ours."""
+    detail = ""
+    if ctx.options.implementation == "dense":
+        return refuse(Why.FORCED_DENSE)
+    if out.dtype not in KERNEL_DTYPES:
+        return refuse(Why.DTYPE, dtype=out.dtype)
+    if ctx.eager:
+        detail = "the graph runs op by op, and there torch sorts the index"
+    elif op.get("max_norm") is not None or op.get("scale_grad_by_freq") or op.get("sparse"):
+        detail = "it has max_norm, scale_grad_by_freq or sparse"
+    return refuse(Why.TABLE_AS_WRITTEN, detail=detail) if detail else None
+
+
+def _judged(node: fx.Node, table: fx.Node, index: fx.Node, padding: object, ctx: Context) -> Plan | Refusal:
+    sizes, places = known_sizes(table), known_sizes(index)
+    if sizes is None or places is None:
+        return refuse(Why.UNKNOWN_SHAPE)
+    rows, features, count = sizes[0], math.prod(sizes[1:]), math.prod(places)
+    if not rows * features * count:
+        return refuse(Why.TABLE_AS_WRITTEN, detail="it has no elements")
+    where, dtypes = ctx.device(example_of(node).device), [example_of(one).dtype for one in (table, index)]
+    read = ReadTable(
+        where, count, rows, features, count, *dtypes, replays(ctx.options, where), ctx.products, ctx.target
+    )  # fmt: skip
+    # first as if one row were read everywhere: few tables are worth a look at their index
+    decision = decide(read)
+    if not decision.dense:
+        read = read._replace(busiest=_busiest(node, index, rows, ctx) or count / rows)
+        decision = decide(read)
+    if decision.dense:
+        return Refusal(Why.GATE, {"detail": f"{read.described}; {decision.reason}"}, decision.estimate)
+    skipped = padding % rows if isinstance(padding, int) else NO_PADDING
+
+    def build() -> dict[fx.Node, fx.Node]:
+        return {node: call(node.graph, node, torch.ops.sparsecomp.table_rows.default, table, index, skipped)}
+
+    reason = f"the gradient by its table is summed without atomics: {read.described}; {decision.reason}"
+    return Plan(build, reason, "table_rows", "", (), decision.estimate)
+
+
+def _busiest(node: fx.Node, index: fx.Node, rows: int, ctx: Context) -> int | None:
+    """Places that read the row that is read most, by an index computed of positions and of what modules hold; None if
+    it is none. Waits for its device. What a graph is given is another in each call, and says nothing."""
+    found = computed_by(index, node, is_computed, ctx)
+    for source in found.sources:
+        held = is_static(source) or source.op == "get_attr" or is_parameter(source, ctx)
+        if not held or not is_real(ctx.values.get(source)):
+            return None
+    with torch.inference_mode(False), torch.no_grad():
+        places = found.values(ctx.values)[index].flatten().long()
+        places = torch.where(places < 0, places + rows, places)
+        if places.is_meta or not bool(((places >= 0) & (places < rows)).all()):
+            return None
+        return int(torch.bincount(places, minlength=rows).max())
