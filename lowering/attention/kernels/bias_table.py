@@ -134,6 +134,7 @@ _STEP = 2.5e-7
 _blocks, _tiles = sympy.ceiling(_rows / _br), sympy.ceiling(_features / _bf)
 _products = sympy.Piecewise((1, sympy.Eq(_itemsize, 2)), (3, True))
 _each = 2 * _bp * _br * _bf * _products * _processors / _half
+_parts = sympy.Min(sympy.ceiling(_places / _bp), sympy.ceiling(_PROGRAMS / (_blocks * _tiles)))
 _all_steps = sympy.ceiling(_places / _bp) * _blocks * _tiles
 
 TABLE_GRADIENT = Template(
@@ -144,7 +145,7 @@ TABLE_GRADIENT = Template(
     # as if each block of places read rows of every block of rows
     cost=Cost(
         bytes=_places * _blocks * (_tiles * _index_bytes + _features * _itemsize)
-        + 8 * _rows * _features * sympy.Min(sympy.ceiling(_places / _bp), sympy.ceiling(_PROGRAMS / (_blocks * _tiles))),
+        + 8 * _rows * _features * _parts,
         launches=sympy.Integer(2),
         seconds=sympy.ceiling(_all_steps / _processors) * sympy.Max(_each, _STEP),
     ),

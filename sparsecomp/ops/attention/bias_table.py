@@ -16,7 +16,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
 NO_PADDING = -1
 
-library.define("table_rows(Tensor table, Tensor index, SymInt padding=-1) -> Tensor", tags=TAGS)
+library.define("table_rows(Tensor table, Tensor index, SymInt padding) -> Tensor", tags=TAGS)
 library.define("table_rows_gradient(Tensor grad, Tensor index, SymInt rows, SymInt padding) -> Tensor", tags=TAGS)
 
 
@@ -51,12 +51,12 @@ def _check(table: Tensor, index: Tensor) -> None:
         raise FormatError(f"the index is {index.dtype}, needs int32 or int64")
 
 
-def _rows(table, index, padding=NO_PADDING):
+def _rows(table, index, padding):
     _check(table, index)
     return table[index].contiguous()
 
 
-def _fake_rows(table, index, padding=NO_PADDING):
+def _fake_rows(table, index, padding):
     _check(table, index)
     return table.new_empty((*index.shape, *table.shape[1:]))
 
