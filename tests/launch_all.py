@@ -189,6 +189,7 @@ def attention(device: str) -> None:
     offsets = torch.tensor([0, 5, 5, 99, 128], dtype=torch.int32, device=device)
     q, k, v = (torch.randn(129, 2, 17, device=device, requires_grad=True) for _ in range(3))
     packed_attention(q, k, v, offsets, causal=True).sum().backward()
+    biases_of_a_table(device)
     long_attention(device)
 
 
@@ -197,6 +198,15 @@ def added_attention(operands: list[Tensor], mask: Tensor) -> None:
     added = torch.where(mask, 0.5, -torch.inf)
     lists = list(ops.scanned_blocks(added, 129, 203)[4:])
     torch.ops.sparsecomp.block_attention.default(*operands, lists, 0.1, 0.0, None, added)[0].sum().backward()
+
+
+def biases_of_a_table(device: str) -> None:
+    """A table that is read at many places, with heads innermost and outermost."""
+    index = torch.randint(-37, 37, (129, 203), device=device)
+    for dtype in DTYPES:
+        table = torch.randn(37, 3, device=device, dtype=dtype, requires_grad=True)
+        for rows in (ops.table_rows(table, index), ops.table_rows(table, index, 5).permute(2, 0, 1)):
+            rows.backward(torch.randn(rows.shape, device=device, dtype=dtype))
 
 
 def long_attention(device: str) -> None:

@@ -187,6 +187,11 @@ def _residual_block():
     return torch.randn(5, 7), [torch.rand(7)], layer, sine, layer, torch.randn(5, 1), index, index, *how
 
 
+@example("table_rows_gradient")
+def _table_rows_gradient():
+    return torch.randn(5, 7, 3), torch.randint(-9, 9, (5, 7)), 9, 4
+
+
 @example("row_softmax")
 def _row_softmax():
     values, pointers, _ = matrix(5, 7)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from sparsecomp.lowering.attention.added_gradient import AddedGradient
+from sparsecomp.lowering.attention.bias_table import TableGradient
 from sparsecomp.lowering.attention.decode_attention import DecodeAttention
 from sparsecomp.lowering.attention.document_lists import DocumentLists
 from sparsecomp.lowering.attention.element_attention import ElementAttention
@@ -383,6 +384,9 @@ PROBLEMS: dict[str, list[Any]] = {
         BlockAttention(8, 8, 1, 1024, 1024, 64, 64, 64, 64, 3, 3, False, False, "float16", 0.125, (), result="float32"),
         ATTENTIONS[2]],
     "attention_by_added": BIASES,
+    "table_gradient": [TableGradient(4096**2, 257, 16, 1, 4096**2, -1, "int64", "bfloat16"),
+                       TableGradient(1024**2, 32, 12, 1, 1024**2, -1, "int64", "float32"),
+                       TableGradient(4096, 20_000, 512, 512, 1, 0, "int64", "bfloat16")],
     "decode_attention": [
         DecodeAttention(16, 8, 4, 1, 65536, 0, 0, 0, 128, 128, (), "bfloat16", 0.1, 4095, 0),
         DecodeAttention(1, 2, 16, 8, 4096, 16, 300, 256, 96, 40, (), "float16", 0.1, -1, 0),
