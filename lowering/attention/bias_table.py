@@ -28,7 +28,7 @@ class TableGradient(NamedTuple):
         rows, features: of the table.
         place_stride, feature_stride: of the gradient (places, features).
         padding: the row that gets no gradient, -1 for none.
-        index: dtype of the index.
+        index_dtype: such as "int64".
         dtype: of the gradient and of the result.
     """
 
@@ -38,13 +38,13 @@ class TableGradient(NamedTuple):
     place_stride: int
     feature_stride: int
     padding: int
-    index: str
+    index_dtype: str
     dtype: str
 
     @property
     def index_bytes(self) -> int:
         """Of the number of a row."""
-        return getattr(torch, self.index).itemsize
+        return getattr(torch, self.index_dtype).itemsize
 
 
 def table_gradient(grad: Tensor, index: Tensor, padding: int, out: Tensor) -> None:
@@ -55,14 +55,17 @@ def table_gradient(grad: Tensor, index: Tensor, padding: int, out: Tensor) -> No
         index: (places,), int32 or int64; negative numbers count from the end, others beyond the rows are left out.
         out: (rows, features), contiguous, of the gradient's dtype.
     """
-    problem = TableGradient(*grad.shape[:1], *out.shape, *grad.stride(), padding, dtype_name(index), dtype_name(grad))
+    (rows, features), (place, feature) = out.shape, grad.stride()
+    problem = TableGradient(
+        len(grad), rows, features, place, feature, padding, dtype_name(index), dtype_name(grad)
+    )  # fmt: skip
     dispatch.launch(TABLE_GRADIENT, problem, grad, index.contiguous(), out)
 
 
 def _signature(problem: TableGradient, device: Device) -> KernelSignature:
     p = problem
     return KernelSignature(
-        "table_gradient", device, dtypes=(p.dtype,), accumulator="float32", index=p.index,
+        "table_gradient", device, dtypes=(p.dtype,), accumulator="float32", index=p.index_dtype,
         sizes=tuple(zip(_SIZES, p[:3], strict=True)),
         parameters=(("places_side_by_side", int(p.place_stride == 1)),),
     )  # fmt: skip
@@ -71,8 +74,8 @@ def _signature(problem: TableGradient, device: Device) -> KernelSignature:
 def _representative(signature: KernelSignature) -> TableGradient:
     places, rows, features = (int(dict(signature.sizes)[name]) for name in _SIZES)
     apart = int(dict(signature.parameters)["places_side_by_side"])
-    strides = (1, places) if apart else (features + (features == 1), 1)
-    return TableGradient(places, rows, features, *strides, -1, signature.index, signature.dtypes[0])
+    place, feature = (1, places) if apart else (features + (features == 1), 1)
+    return TableGradient(places, rows, features, place, feature, -1, signature.index, signature.dtypes[0])
 
 
 def _operands(problem: TableGradient, device: torch.device, seed: int) -> tuple[Tensor, ...]:
@@ -83,7 +86,7 @@ def _operands(problem: TableGradient, device: torch.device, seed: int) -> tuple[
     middle = p.rows // 2
     index = (place // side - place % side).clamp(-middle, p.rows - 1 - middle) + middle
     out = torch.full((p.rows, p.features), torch.nan, dtype=grad.dtype, device=device)
-    return grad, index.to(getattr(torch, p.index)), out
+    return grad, index.to(getattr(torch, p.index_dtype)), out
 
 
 def _reference(problem: TableGradient, operands: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:

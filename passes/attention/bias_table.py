@@ -50,21 +50,24 @@ def _read(op: CanonicalOp) -> tuple[fx.Node, fx.Node, object] | None:
     """The table, the index and the row that gets no gradient, if any; None of another operator."""
     if op.out is not None or op.module is not None or not op.known:
         return None
-    padding = None
     if op.name == "embedding":
-        table, index, padding = op.get("weight"), op.get("input"), op.get("padding_idx")
+        table, index = op.get("weight"), op.get("input")
     elif op.name == "getitem":
-        table, index = op.input, op.get("index")
-        index, *more = index if isinstance(index, tuple) and index else (index,)
-        if any(one is not Ellipsis and one != slice(None) for one in more):
-            return None
+        table, index = op.input, _along_rows(op.get("index"))
     else:
         return None
-    examples = [example_of(one) for one in (table, index)]
-    if any(one is None for one in examples) or examples[1].dtype not in (torch.int32, torch.int64):
+    if not isinstance(table, fx.Node) or not isinstance(index, fx.Node):
         return None
-    trained = examples[0].requires_grad and examples[0].dim() in (1, 2)
-    return (table, index, padding) if trained else None
+    read, places = example_of(table), example_of(index)
+    if read is None or places is None or places.dtype not in (torch.int32, torch.int64):
+        return None
+    return (table, index, op.get("padding_idx")) if read.requires_grad and read.dim() in (1, 2) else None
+
+
+def _along_rows(index: object) -> object:
+    """What `table[index]` reads along its first dimension, if it takes all of the others."""
+    first, *more = index if isinstance(index, tuple) and index else (index,)
+    return None if any(one is not Ellipsis and one != slice(None) for one in more) else first
 
 
 def _problem(op: CanonicalOp, out: Tensor, ctx: Context) -> Refusal | None:
@@ -88,9 +91,10 @@ def _judged(node: fx.Node, table: fx.Node, index: fx.Node, padding: object, ctx:
     rows, features, count = sizes[0], math.prod(sizes[1:]), math.prod(places)
     if not rows * features * count:
         return refuse(Why.TABLE_AS_WRITTEN, detail="it has no elements")
-    where, dtypes = ctx.device(example_of(node).device), [example_of(one).dtype for one in (table, index)]
+    where = ctx.device(example_of(node).device)
     read = ReadTable(
-        where, count, rows, features, count, *dtypes, replays(ctx.options, where), ctx.products, ctx.target
+        where, count, rows, features, count, example_of(table).dtype, example_of(index).dtype,
+        replays(ctx.options, where), ctx.products, ctx.target,
     )  # fmt: skip
     # first as if one row were read everywhere: few tables are worth a look at their index
     decision = decide(read)

@@ -28,7 +28,7 @@ class ReadTable(NamedTuple):
         device: where it runs.
         places, rows, features: sizes.
         busiest: places that read the row that is read most.
-        dtype, index: of the table, and of the index.
+        dtype, index_dtype: of the table, and of the index.
         replayed, products, target: as of `sparsecomp.passes.cost.sparse.Product`.
     """
 
@@ -38,7 +38,7 @@ class ReadTable(NamedTuple):
     features: int
     busiest: float
     dtype: torch.dtype
-    index: torch.dtype
+    index_dtype: torch.dtype
     replayed: bool
     products: int
     target: Target | None = None
@@ -66,11 +66,11 @@ def _compare(table: ReadTable, device: Device, card: Card) -> Decision:
 
     p = table
     problem = TableGradient(
-        p.places, p.rows, p.features, 1, p.places, -1, name_of(p.index), name_of(p.dtype)
+        p.places, p.rows, p.features, 1, p.places, -1, name_of(p.index_dtype), name_of(p.dtype)
     )  # fmt: skip
     summed, _ = fastest_candidate(TABLE_GRADIENT.candidates(problem, device), problem, p, card)
     # our kernel reads an index that Inductor computes where it scatters
-    indexed = Time(p.places * p.index.itemsize / card.bandwidth, 0.0)
+    indexed = Time(p.places * p.index_dtype.itemsize / card.bandwidth, 0.0)
     times = {"table_rows": summed.plus(indexed), "dense": _scattered(p, card)}
     return fastest({name: p.waited(time) for name, time in times.items()})
 
