@@ -16,7 +16,8 @@ from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, random_tensor
 from sparsecomp.lowering.tuning.template import Operation
 
-_TOLERANCE = {"float32": 2e-6, "float16": 1e-3, "bfloat16": 8e-3}
+_TOLERANCE = {"float32": 4e-6, "float16": 1e-3, "bfloat16": 8e-3}
+"""Relative Frobenius error of a result. Tensor cores cut off what they add, of float32 in each block of places anew."""
 _SIZES = ("places", "rows", "features")
 
 

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, fx
 
-import sparsecomp.ops.attention.bias_table  # noqa: F401  (registers the operator)
+from sparsecomp import _compat
 from sparsecomp.ops.attention.bias_table import NO_PADDING
 from sparsecomp.passes.attention.example_numbers import is_computed, is_real
 from sparsecomp.passes.cost.bias_table import ReadTable, decide
@@ -59,9 +59,14 @@ def _read(op: CanonicalOp) -> tuple[fx.Node, fx.Node, object] | None:
     if not isinstance(table, fx.Node) or not isinstance(index, fx.Node):
         return None
     read, places = example_of(table), example_of(index)
-    if read is None or places is None or places.dtype not in (torch.int32, torch.int64):
+    # of a SparseTensor, or a table in shards, others know the gradient
+    if not _is_plain(read) or not _is_plain(places) or places.dtype not in (torch.int32, torch.int64):
         return None
     return (table, index, op.get("padding_idx")) if read.requires_grad and read.dim() in (1, 2) else None
+
+
+def _is_plain(example: object) -> bool:
+    return _compat.is_fake(example) or type(example) in (Tensor, torch.nn.Parameter)
 
 
 def _along_rows(index: object) -> object:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 import sparsecomp
 from sparsecomp.compiler.capture import Graph
 from sparsecomp.lowering.tuning.ceilings import target_named
+from sparsecomp.nn import SparseEmbedding
 from sparsecomp.options import Options
 from sparsecomp.report import Report
 
@@ -141,6 +142,13 @@ def test_what_an_index_holds_counts_only_where_it_stays() -> None:
 def test_what_is_no_table_is_no_site(read: Callable[[Tensor, Tensor], Tensor]) -> None:
     table = torch.zeros(ROWS, ROWS, requires_grad=True)
     _, report, _ = trained(lambda table: read(table, near()).sum() + table.sum(), table)
+    assert not reasons(report)
+
+
+def test_a_sparse_table_is_no_site() -> None:
+    """Nor is any other tensor that is no plain one."""
+    layer = SparseEmbedding.from_embedding(nn.Embedding(ROWS, 16), sparsity=0.5)
+    _, report, _ = trained(lambda x: (F.embedding(near(), layer.weight) * x).sum(), torch.ones(()))
     assert not reasons(report)
 
 
