@@ -323,11 +323,12 @@ def neurons(device: str) -> None:
         for dtype in DTYPES:
             given = counts, weight.to(dtype), *how[:10], *how[12:], 1e-5, *described, step, keep
             ops.conv_neuron(*given)
-            ops.conv_neuron(*given, spikes, "iand", spikes.to(dtype), True)
+            ops.conv_neuron(*given, spikes, "iand", spikes.to(dtype), True, dtype)
     step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; t4 = sub t1 t3; spike t2; v0 t4; v1 t3"
     for keep in (False, True):
         decay = torch.rand(5, 1, 1, device=device)
-        ops.neuron(x, [torch.rand_like(x[0]), None], [0.0, 0.5], [decay], [1.0], step, keep)
+        for dtype in DTYPES:
+            ops.neuron(x, [torch.rand_like(x[0]).to(dtype), None], [0.0, 0.5], [decay], [1.0], step, keep, dtype)
     step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = fire t2 t1; spike t3; v0 t1; b0 = exp u; pull b0"
     for dtype in DTYPES:
         given = x.to(dtype).requires_grad_(), torch.rand_like(x[0]).requires_grad_(), decay.clone().requires_grad_()

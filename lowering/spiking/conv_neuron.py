@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name, side_by_side
+from sparsecomp.lowering.launch.strided import dtype_name, name_of, side_by_side
 from sparsecomp.lowering.spiking.binary_conv import BinaryConv, binary_conv_problem
 from sparsecomp.lowering.spiking.convolution import Convolution
 from sparsecomp.lowering.spiking.fused_layer import (
@@ -38,6 +38,7 @@ from sparsecomp.reference.neuron import (
     ROUNDINGS,
     STATES,
     Neuron,
+    kept_in,
     neuron_of,
     neuron_reference,
 )
@@ -58,6 +59,7 @@ class Described(NamedTuple):
         starts, numbers: as many as there is room for.
         has_state, has_parameter: which states are read from memory, and which parameters there are.
         has_norm, has_weight, has_bias: which operands of a batch-norm are given.
+        states: dtype of first and last states.
     """
 
     steps: int
@@ -72,6 +74,7 @@ class Described(NamedTuple):
     has_norm: bool
     has_weight: bool
     has_bias: bool
+    states: str = "float32"
 
     @property
     def name(self) -> str:
@@ -108,7 +111,7 @@ class Described(NamedTuple):
 def launch_conv_neuron(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
-    added=None, currents=False,
+    added=None, currents=False, state_dtype=None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `sparsecomp.ops.conv_neuron`.
 
@@ -119,6 +122,7 @@ def launch_conv_neuron(
     if counts.dtype is not torch.int8 or weight.dtype not in KERNEL_DTYPES:
         given = f"conv_neuron of {counts.dtype} and {weight.dtype}"
         raise InputError(f"{given}: give counts in int8 and a weight in float32, float16 or bfloat16")
+    kept = kept_in(state_dtype, counts, states)
     size = Window.of(weight.shape, stride, padding, dilation).output_size(counts.shape[2:])
     given = tuple(None if one is None else one.shape for one in (bias, mean, var, gamma, beta))
     record = _record(
@@ -126,7 +130,7 @@ def launch_conv_neuron(
         tuple(dilation), groups, digits, scale, spread, channels_last, steps, eps, tuple(map(float, starts)),
         tuple(map(float, numbers)), step, keep, given, tuple(None if v is None else v.shape for v in states),
         tuple(p.numel() for p in parameters), "" if residual is None else connect,
-        "" if added is None else dtype_name(added), currents,
+        "" if added is None else dtype_name(added), currents, kept,
     )  # fmt: skip
     shape = (counts.shape[0] // steps, weight.shape[0], *size)
     check_residual(residual, connect, (steps, *shape))
@@ -138,7 +142,7 @@ def launch_conv_neuron(
         to_bytes(counts), weight, bias, *norm, *_filled(given_states, STATES),
         *_filled([side_by_side(p) for p in parameters], PARAMETERS), added, residual,
     )  # fmt: skip
-    return spikes, *lasts, *(spikes.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(lasts))), made
+    return spikes, *lasts, *(spikes.new_empty(0, dtype=kept) for _ in range(STATES - len(lasts))), made
 
 
 def _filled(tensors: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
@@ -152,7 +156,7 @@ def _record(
     scale: float, spread: float, channels_last: bool, steps: int, eps: float, starts: tuple[float, ...],
     numbers: tuple[float, ...], step: str, keep: bool, given: tuple[torch.Size | None, ...],
     states: tuple[torch.Size | None, ...], parameters: tuple[int, ...], connect: str, added: str,
-    currents: bool,
+    currents: bool, kept: torch.dtype,
 ) -> FusedCall:  # fmt: skip
     window = Window.of(weight_shape, stride, padding, dilation)
     bias, mean, _, gamma, beta = given
@@ -166,11 +170,12 @@ def _record(
         steps, neuron, dtype, eps, _flags([count > 1 for count in parameters], PARAMETERS), filled(starts, STATES),
         filled(numbers, NUMBERS), _flags([v is not None for v in states], STATES),
         _flags([True] * len(parameters), PARAMETERS), mean is not None, gamma is not None, beta is not None,
+        name_of(kept),
     )  # fmt: skip
     problem = FusedLayer(BinaryConv(conv, digits, strides), neurons, keep, connect, added, currents)
     weight = torch.empty_strided(weight_shape, strides, dtype=getattr(torch, dtype), device="meta")
     split = PackWeight.of(weight, digits, spread)
-    return FusedCall(CONV_NEURON, problem, split, device, len(neuron.states), STATES)
+    return FusedCall(CONV_NEURON, problem, split, device, len(neuron.states), STATES, kept)
 
 
 def _flags(given: Sequence[bool], count: int) -> tuple[bool, ...]:
@@ -191,7 +196,7 @@ def _signature(problem: FusedLayer, device: Device) -> KernelSignature:
         ("parameters", as_bits(p.has_parameter)), ("by_channel", as_bits(p.by_channel)), ("norm", norm),
     )  # fmt: skip
     parameters = (("groups", problem.conv.groups), ("digits", problem.digits), ("keep", int(problem.keep)), *neuron)
-    dtypes = ("int8", problem.conv.dtype)
+    dtypes = ("int8", problem.conv.dtype, p.states)
     return problem.conv.signature(
         "conv_neuron", device, (*parameters, *joins_of(problem)), dtypes=dtypes, accumulator="int32"
     )
@@ -206,7 +211,7 @@ def _representative(signature: KernelSignature) -> FusedLayer:
     by_channel, states, parameters, norm = (tuple(one == "y" for one in str(given[name])) for name in names)
     neurons = Described(
         steps, neuron_of(str(given["step"])), conv.dtype, 1e-5, by_channel, (0.0,) * STATES, (0.5,) * NUMBERS, states,
-        parameters, *norm,
+        parameters, *norm, signature.dtypes[2],
     )  # fmt: skip
     joins = str(given.get("connect", "")), str(given.get("added", "")), "currents" in given
     return conv_neuron_problem(conv, int(given["digits"]), neurons, bool(given["keep"]), *joins)
@@ -224,9 +229,10 @@ def _operands(problem: FusedLayer, device: torch.device, seed: int) -> tuple[Ten
     p, random = described_of(problem), torch.Generator(device).manual_seed(seed)
     norm = p.has_norm, p.has_weight, p.has_bias
     *layer, added, residual = random_layer(problem, norm, device, random)
-    spikes, *lasts, current = empty_results(problem, device, len(p.neuron.states))
+    kept = getattr(torch, p.states)
+    spikes, *lasts, current = empty_results(problem, device, len(p.neuron.states), kept)
     assert spikes is not None
-    states = [torch.zeros_like(spikes[0], dtype=torch.float32) if given else None for given in p.has_state]
+    states = [torch.zeros_like(spikes[0], dtype=kept) if given else None for given in p.has_state]
     parameters = [
         torch.rand(problem.conv.k if several else 1, generator=random, device=device) if given else None
         for given, several in zip(p.has_parameter, p.by_channel, strict=True)
@@ -244,7 +250,7 @@ def _reference(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> tupl
     given = [one.reshape(trailing) for one in parameters if one is not None]
     count = len(p.neuron.states)
     spikes, *_ = neuron_reference(
-        current, states[:count], p.starts[:count], given, p.numbers, str(p.neuron), keep=False
+        current, states[:count], p.starts[:count], given, p.numbers, str(p.neuron), False, getattr(torch, p.states)
     )
     return (spikes if residual is None else connected(spikes, residual, problem.connect),)
 

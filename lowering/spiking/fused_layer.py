@@ -124,18 +124,19 @@ class FusedCall:
     Args:
         states: how many the neurons have.
         room: how many the kernel has room for.
+        kept: their dtype.
     """
 
     def __init__(
         self, operation: Operation[Any], problem: FusedLayer, split: PackWeight, device: torch.device, states: int = 1,
-        room: int = 1,
+        room: int = 1, kept: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         conv, steps = problem.conv, problem.neurons.steps
         self._shape = (steps, conv.n // steps, conv.k, *conv.out_size)
         pixels = (conv.out.pixel * stride for stride in contiguous_strides(conv.out_size))
         images = (self._shape[1] * conv.out.image, conv.out.image)
         self._strides = (*images, conv.out.channel, *pixels)
-        self._planes, self._device, self._keep = split.planes, device, problem.keep
+        self._planes, self._device, self._keep, self._kept = split.planes, device, problem.keep, kept
         self._states, self._unused = states, (None,) * (room - states if problem.keep else room)
         self._currents = getattr(torch, conv.dtype), problem.currents
         some = conv.m * conv.k > 0
@@ -147,9 +148,7 @@ class FusedCall:
         device = self._device
         spikes = torch.empty_strided(self._shape, self._strides, dtype=torch.int8, device=device)
         shape, strides = (self._shape[1:], self._strides[1:]) if self._keep else ((0,), (1,))
-        lasts = [
-            torch.empty_strided(shape, strides, dtype=torch.float32, device=device) for _ in range(self._states)
-        ]
+        lasts = [torch.empty_strided(shape, strides, dtype=self._kept, device=device) for _ in range(self._states)]
         dtype, given = self._currents
         shape, strides = (self._shape, self._strides) if given else ((0,), (1,))
         currents = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -221,12 +220,13 @@ def random_layer(
     )  # fmt: skip
 
 
-def empty_results(problem: FusedLayer, device: torch.device, states: int) -> tuple[Tensor | None, ...]:
+def empty_results(
+    problem: FusedLayer, device: torch.device, states: int, kept: torch.dtype = torch.float32
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Spikes, last states and what neurons are given, full of values that no result has."""
     current = problem.conv.poisoned_output(device).unflatten(0, (problem.neurons.steps, -1))
-    like = current.float()
-    lasts = [like[0].clone() if problem.keep else None for _ in range(states)]
-    return torch.full_like(like, 77, dtype=torch.int8), *lasts, current.clone() if problem.currents else None
+    lasts = [current[0].to(kept, copy=True) if problem.keep else None for _ in range(states)]
+    return torch.full_like(current, 77, dtype=torch.int8), *lasts, current.clone() if problem.currents else None
 
 
 def reference_current(problem: FusedLayer, operands: tuple[Tensor | None, ...]) -> Tensor:

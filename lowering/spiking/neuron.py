@@ -9,7 +9,7 @@ from torch import Tensor
 from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
-from sparsecomp.lowering.launch.strided import dtype_name, random_tensor, side_by_side, strided
+from sparsecomp.lowering.launch.strided import dtype_name, name_of, random_tensor, side_by_side, strided
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.neuron import (
     NUMBERS,
@@ -18,6 +18,7 @@ from sparsecomp.reference.neuron import (
     STATES,
     Instruction,
     Neuron,
+    kept_in,
     neuron_of,
     neuron_reference,
 )
@@ -46,7 +47,7 @@ class Neurons(NamedTuple):
         has_state: which states are read from memory.
         has_parameter: which parameters there are.
         keep: the last states are written.
-        spikes, x: their dtypes.
+        spikes, x, states: their dtypes, of states first and last ones.
     """
 
     numel: int
@@ -62,6 +63,7 @@ class Neurons(NamedTuple):
     keep: bool
     spikes: str = "int8"
     x: str = "float32"
+    states: str = "float32"
 
     @property
     def all_numbers(self) -> tuple[float, ...]:
@@ -91,12 +93,14 @@ def launch_neuron(
     numbers: Sequence[float],
     step: str,
     keep: bool,
+    state_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """See `sparsecomp.ops.neuron`."""
-    last = [torch.empty_like(x[0], dtype=torch.float32) for _ in states] if keep else []
+    kept = kept_in(state_dtype, x, states)
+    last = [torch.empty_like(x[0], dtype=kept) for _ in states] if keep else []
     spikes = torch.empty_like(x, dtype=torch.int8)
-    _launch(x, states, starts, parameters, numbers, step, spikes, last)
-    none = (x.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(last)))
+    _launch(x, states, starts, parameters, numbers, step, spikes, last, kept)
+    none = (x.new_empty(0, dtype=kept) for _ in range(STATES - len(last)))
     return (spikes, *last, *none)
 
 
@@ -112,9 +116,9 @@ def launch_trained(
 
 def _launch(
     x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float], parameters: Sequence[Tensor],
-    numbers: Sequence[float], step: str, spikes: Tensor, last: list[Tensor],
+    numbers: Sequence[float], step: str, spikes: Tensor, last: list[Tensor], kept: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
-    """Write spikes, and last states where there are any."""
+    """Write spikes, and last states where there are any; states are of the dtype `kept`."""
     if x.numel() == 0:
         return
     if x.stride()[1:] != spikes.stride()[1:] or not is_dense(x[0]):
@@ -122,14 +126,13 @@ def _launch(
         dense = x.contiguous()
         results = [torch.empty_like(dense, dtype=spikes.dtype)]
         results += [torch.empty_like(dense[0], dtype=one.dtype) for one in last]
-        _launch(dense, states, starts, parameters, numbers, step, results[0], results[1:])
+        _launch(dense, states, starts, parameters, numbers, step, results[0], results[1:], kept)
         for ours, theirs in zip((spikes, *last), results, strict=True):
             ours.copy_(theirs)
         return
     given, read = operands(x, states, parameters)
-    problem = problem_of(x, given, starts, read, numbers, step, spikes, bool(last))
-    kept = [*last, *[None] * (STATES - len(last))]
-    dispatch.launch(NEURON, problem, x, *given, *read, spikes, *kept)
+    problem = problem_of(x, given, starts, read, numbers, step, spikes, bool(last))._replace(states=name_of(kept))
+    dispatch.launch(NEURON, problem, x, *given, *read, spikes, *last, *[None] * (STATES - len(last)))
 
 
 def operands(
@@ -197,7 +200,7 @@ def _signature(problem: Neurons, device: Device) -> KernelSignature:
         ("states", as_bits(p.has_state)), ("parameters", as_bits(p.has_parameter)),
     )  # fmt: skip
     return KernelSignature(
-        "neuron", device, dtypes=(p.x, p.spikes), accumulator="float32", sizes=(("numel", p.numel),),
+        "neuron", device, dtypes=(p.x, p.spikes, p.states), accumulator="float32", sizes=(("numel", p.numel),),
         parameters=parameters,
     )  # fmt: skip
 
@@ -213,7 +216,7 @@ def _representative(signature: KernelSignature) -> Neurons:
     return Neurons(
         numel, numel, numel, (_ONE,) * PARAMETERS, (0.0,) * STATES, (0.5,) * NUMBERS, int(given["steps"]),
         neuron_of(str(given["step"])), tuple(states), tuple(parameters), bool(given["keep"]), signature.dtypes[1],
-        signature.dtypes[0],
+        signature.dtypes[0], signature.dtypes[2],
     )  # fmt: skip
 
 
@@ -226,9 +229,12 @@ def _operands(problem: Neurons, device: torch.device, seed: int) -> tuple[Tensor
     x = random_tensor((p.steps, p.numel), (p.x_step, 1), p.x, random)
     poison = torch.tensor(77, dtype=getattr(torch, p.spikes), device=device)
     spikes = strided((p.steps, p.numel), (p.spikes_step, 1), poison.repeat)
+    kept = getattr(torch, p.states)
     states = [normal(p.numel, given) for given in p.has_state]
+    states = [one if one is None else one.to(kept) for one in states]
     parameters = [normal(axis.size, given) for axis, given in zip(p.axes, p.has_parameter, strict=True)]
-    last = [torch.full((p.numel,), float("nan"), device=device) for _ in range(len(p.neuron.states) * p.keep)]
+    count = len(p.neuron.states) * p.keep
+    last = [torch.full((p.numel,), float("nan"), dtype=kept, device=device) for _ in range(count)]
     return (x, *states, *parameters, spikes, *last, *[None] * (STATES - len(last)))
 
 
@@ -240,7 +246,7 @@ def _reference(problem: Neurons, operands: tuple[Tensor | None, ...]) -> tuple[T
     parameters = [given[place // axis.stride % axis.size] for given, axis in read if given is not None]
     states, step = operands[1 : 1 + count], str(p.neuron)
     given = parameters[: sum(p.has_parameter)]
-    spikes, *_ = neuron_reference(x, states, p.starts[:count], given, p.numbers, step, keep=False)
+    spikes, *_ = neuron_reference(x, states, p.starts[:count], given, p.numbers, step, False, getattr(torch, p.states))
     return (spikes,)
 
 

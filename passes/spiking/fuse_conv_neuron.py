@@ -213,7 +213,7 @@ def _library(node: fx.Node, between: Between, emit: Any) -> tuple[Any, ...]:
 def _described(node: fx.Node, between: Between, emit: Any) -> tuple[Any, ...]:
     """Arguments of `sparsecomp::conv_neuron` from the mean on, of those of `sparsecomp::neuron`."""
     args: tuple[Any, ...] = node.args
-    _, states, starts, parameters, numbers, step, _ = args
+    _, states, starts, parameters, numbers, step, *_ = args
     flat = [emit(torch.flatten, one) for one in parameters]
     return (*_norm(between), states, starts, flat, numbers, step)
 
@@ -229,12 +229,14 @@ def _norm(between: Between) -> tuple[Any, ...]:
 def _besides(
     between: Between, current: torch.Tensor, node: fx.Node, written: bool, emit: Any
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The last arguments, of a sum on the way to the neurons, and whether what they are given is `written`."""
+    """The last arguments, of a sum on the way to the neurons, whether what they are given is `written`, and
+    the dtype of described ones' states."""
     added = between.added_in_bytes(node)
     if added is not None and example_of(between.added).shape != current.shape:
         added = emit(torch.reshape, added, current.shape)
-    if written:
-        return (None, "add", added, True)
+    kept = node.args[7:] if node.target is DESCRIBED else ()
+    if written or any(kept):
+        return (None, "add", added, written, *kept)
     return () if added is None else (None, "add", added)
 
 

@@ -32,7 +32,7 @@ from sparsecomp.passes.spiking.spike_function import goes_straight_through
 from sparsecomp.passes.spiking.step_operation import Columns, chain_to, fires_on, is_charge, is_last, reading
 from sparsecomp.passes.spiking.steps import joins, taken_from
 from sparsecomp.passes.spiking.written_neurons import paying
-from sparsecomp.reference.neuron import PLACES, Neuron
+from sparsecomp.reference.neuron import PLACES, ROUNDINGS, Neuron
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _STRAIGHT_THROUGH = (
@@ -462,7 +462,7 @@ def _scaled(node: fx.Node, spikes: Mapping[fx.Node, int]) -> tuple[int, Any] | N
 
 def _build(found: _Found) -> Mapping[fx.Node, fx.Node]:
     """One call for each part; what others read is taken from its results."""
-    states, spikes = _starts(found.steps), []
+    states, spikes, kept = _starts(found.steps), [], _kept_in(found)
     replaced: dict[fx.Node, fx.Node] = {}
     for part in found.parts:
         with part.place.graph.inserting_before(part.place):
@@ -479,7 +479,7 @@ def _build(found: _Found) -> Mapping[fx.Node, fx.Node]:
     with found.parts[-1].place.graph.inserting_before(found.parts[-1].place):
         for node, index in found.lasts.items():
             last = states[index]
-            if example_of(node).dtype is not torch.float32:
+            if example_of(node).dtype is not kept:
                 last = call(node.graph, node, torch.Tensor.to, last, example_of(node).dtype)
             replaced[node] = _without(last, node in found.gradients.read, found)
     for node, join in found.joins.items():
@@ -511,12 +511,15 @@ def _call(found: _Found, inputs: Columns, states: list[Any], keep: bool) -> fx.N
     if found.gradients.reached and example_of(inputs[0]).dtype is not _dtype(found):
         x = call(like.graph, like, torch.Tensor.float, x)
     x = _reached(x, PLACES["x"], found)
-    given = [_reached(_wide(one), place, found) for place, one in enumerate(given, PLACES["v0"])]
-    parameters = [_reached(_wide(one), place, found) for place, one in enumerate(steps.parameters, PLACES["p0"])]
+    kept = _kept_in(found)
+    given = [_reached(_of_dtype(one, kept), place, found) for place, one in enumerate(given, PLACES["v0"])]
+    wide = [_of_dtype(one, torch.float32) for one in steps.parameters]
+    parameters = [_reached(one, place, found) for place, one in enumerate(wide, PLACES["p0"])]
     args = x, given, starts, parameters, found.numbers, str(found.neuron)
     if found.gradients.reached:
         return call(like.graph, like, torch.ops.sparsecomp.trained_neuron.default, *args, 1)
-    return call(like.graph, like, torch.ops.sparsecomp.neuron.default, *args, keep)
+    in_half = () if kept is torch.float32 else (kept,)
+    return call(like.graph, like, torch.ops.sparsecomp.neuron.default, *args, keep, *in_half)
 
 
 def _dtype(found: _Found) -> torch.dtype:
@@ -525,12 +528,21 @@ def _dtype(found: _Found) -> torch.dtype:
     return x if found.gradients.reached and x is charge else torch.float32
 
 
-def _wide(value: fx.Node | None) -> fx.Node | None:
-    """A state or parameter in float32, in which the operator reads it."""
+def _kept_in(found: _Found) -> torch.dtype:
+    """The dtype of states: of half precision if all are, before the first step too. Trained ones are float32."""
+    states = [one for state in found.steps.states for one in state if isinstance(one, fx.Node)]
+    types = {dtype_of(one) for one in (*states, *found.lasts)}
+    if found.gradients.reached or types.isdisjoint(ROUNDINGS.values()) or len(types) > 1:
+        return torch.float32
+    return types.pop() or torch.float32
+
+
+def _of_dtype(value: fx.Node | None, dtype: torch.dtype) -> fx.Node | None:
+    """A state or parameter in the dtype in which the operator reads it."""
     example = example_of(value)
-    if value is None or example is None or example.dtype is torch.float32:
+    if value is None or example is None or example.dtype is dtype:
         return value
-    return call(value.graph, value, torch.Tensor.float, value)
+    return call(value.graph, value, torch.Tensor.to, value, dtype)
 
 
 def _reached(value: Any, place: int, found: _Found) -> Any:

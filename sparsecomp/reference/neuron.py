@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.errors import InputError
-from sparsecomp.reference.precision import accumulator
+from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
 STATES, PARAMETERS, NUMBERS = 2, 6, 8
 """How many a description has room for."""
@@ -189,21 +189,38 @@ def neuron_reference(
     numbers: Sequence[float],
     step: str,
     keep: bool,
+    state_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each step in plain torch, operation by operation; see `sparsecomp.ops.neuron`."""
+    kept = kept_in(state_dtype, x, states)
     spikes, x = torch.empty_like(x, dtype=torch.int8), x.to(accumulator(x.dtype))
     neuron, like, fixed = neuron_of(step), x[0], unchanging(x, parameters, numbers)
     now: list[Any] = [
-        torch.full_like(like, start) if given is None else given
+        torch.full_like(like, start) if given is None else given.to(like.dtype)
         for given, start in zip(states, starts, strict=True)
     ]
     for time in range(x.shape[0]):
         values = run_code([x[time], *now, *[0.0] * (STATES - len(now)), *fixed], neuron.code)
         spikes[time] = values[neuron.spike]
         now = [values[place] for place in neuron.states]
-    last = [torch.empty_like(like).copy_(value) for value in now] if keep else []
-    last += [x.new_empty(0) for _ in range(STATES - len(last))]
+    last = [torch.empty_like(like, dtype=kept).copy_(value) for value in now] if keep else []
+    last += [x.new_empty(0, dtype=kept) for _ in range(STATES - len(last))]
     return spikes, last[0], last[1]
+
+
+def kept_in(state_dtype: torch.dtype | None, x: Tensor, states: Sequence[Tensor | None]) -> torch.dtype:
+    """The dtype of first and last states: that asked for, or the one that is computed in.
+
+    Raises:
+        InputError: it is not float32 or of half precision, or a first state is of another.
+    """
+    kept = accumulator(x.dtype) if state_dtype is None else state_dtype
+    if state_dtype is not None and state_dtype not in KERNEL_DTYPES:
+        raise InputError(f"state_dtype={state_dtype}; needed is float32, float16 or bfloat16, or None")
+    other = [str(given.dtype) for given in states if given is not None and given.dtype is not kept]
+    if other:
+        raise InputError(f"a first state is {other[0]}, and states are {kept}: give it in that, or state_dtype")
+    return kept
 
 
 def unchanging(x: Tensor, parameters: Sequence[Tensor], numbers: Sequence[float]) -> list[Any]:

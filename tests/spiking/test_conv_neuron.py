@@ -71,7 +71,9 @@ def both(x, weight, bias, window, groups, digits, channels_last, steps, norm, st
     trailing = (-1, *[1] * (current.dim() - 3))
     states = [None if v is None else v.reshape(current.shape[1:]) for v in states]
     parameters = [one.reshape(trailing) for one in parameters]
-    apart = neurons.launch_neuron(current, states, starts, parameters, *described, keep)
+    apart = neurons.launch_neuron(
+        current, states, starts, parameters, *described, keep, joins.get("state_dtype")
+    )  # fmt: skip
     if joins.get("currents"):
         return (*fused, currents), (*apart, made)
     assert currents.shape == (0,)
@@ -146,6 +148,21 @@ def test_states_go_on_and_need_not_be_kept(device):
     assert torch.equal(without[0], fused[0]) and [one.numel() for one in without[1:]] == [0, 0]
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_states_are_handed_on_in_half_precision(dtype, device):
+    x, weight, bias = sample((4, 32, 4, 3), (40, 32, 3, 3), device)
+    weight, bias = ((8 * one).round().to(DTYPES[dtype]) / 16 for one in (weight, bias))
+    neuron, norm = neuron_of("rounded", 40, dtype, device), (None,) * 4
+    whole, _ = both(x, weight, bias, PLANE, 1, 3, True, 2, norm, [None], neuron)
+    asked = {"state_dtype": DTYPES[dtype]}
+    (first, between, _), _ = both(x[:2], weight, bias, PLANE, 1, 3, True, 1, norm, [None], neuron, **asked)
+    (rest, last, unused), apart = both(x[2:], weight, bias, PLANE, 1, 3, True, 1, norm, [between], neuron, **asked)
+    assert between.dtype is last.dtype is unused.dtype is DTYPES[dtype] and last.any()
+    assert torch.equal(torch.cat((first, rest)), whole[0]) and torch.equal(last.float(), whole[1])
+    assert_same((rest, last, unused), apart)
+
+
 @pytest.mark.parametrize("linear", [False, True])
 def test_operator(linear):
     """Its schema, fake and strides are as it says; on the CPU it is the operators apart."""
@@ -172,6 +189,9 @@ def test_operator(linear):
     torch.testing.assert_close(again, found, rtol=0, atol=0)
     torch.testing.assert_close(given, current, rtol=0, atol=0)
     torch.library.opcheck(torch.ops.sparsecomp.conv_neuron.default, (*args, True))
+    rounded = ops.conv_neuron(*args, True, state_dtype=torch.float16)[1:3]
+    torch.testing.assert_close(rounded, [one.half() for one in found[1:]], rtol=0, atol=0)
+    torch.library.opcheck(torch.ops.sparsecomp.conv_neuron.default, (*args, True, torch.float16))
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

@@ -63,6 +63,39 @@ def test_inference_has_eagers_bits(dtype: torch.dtype) -> None:
         found, report = rewritten(run, x, neurons="fuse", strict=True)
     assert site(report, RULE).rewritten and all(map(torch.equal, found, run(x)))
     assert [one.dtype for one in found] == [dtype, dtype]
+    assert f"True, {dtype})" in report.graph_after and "f32[" not in report.graph_after, "last states are not cast"
+
+
+@pytest.mark.slow(reason="traces three loops")
+@HALVES
+@pytest.mark.parametrize(("shape", "wide"), [((30, 40), False), ((40,), False), ((40,), True)])
+def test_states_in_inference_are_of_the_dtype_of_the_steps(
+    shape: tuple[int, ...], wide: bool, dtype: torch.dtype
+) -> None:  # fmt: skip
+    start = torch.rand(shape, generator=torch.Generator().manual_seed(6)).to(torch.float32 if wide else dtype)
+    x = currents(4, 30, 40).to(dtype)
+
+    def run(x: Tensor, v: Tensor) -> Any:
+        out = []
+        for step in x:
+            v = v * 0.9 + step
+            out.append((v > 0.7).to(v))
+            v = v * (1 - out[-1])
+        return torch.stack(out), v
+
+    with torch.no_grad():
+        found, report = rewritten(run, x, start, neurons="fuse", strict=True)
+    assert site(report, RULE).rewritten and (f"True, {dtype})" in report.graph_after) != wide
+    for one, other in zip(found, run(x, start), strict=True):
+        assert torch.equal(one, other) and one.dtype is start.dtype
+
+
+@HALVES
+def test_more_steps_than_a_kernel_unrolls_hand_on_states_in_half_precision(dtype: torch.dtype) -> None:
+    x, run = currents(70, 3, 8).to(dtype), loop(CHARGES["tau"], lambda h: (h >= 0.7).to(h), RESETS["soft"])
+    with torch.no_grad():
+        found, report = rewritten(run, x, neurons="fuse", strict=True)
+    assert report.graph_after.count(f"True, {dtype})") == 2 and all(map(torch.equal, found, run(x)))
 
 
 def compares(x: Tensor) -> Tensor:

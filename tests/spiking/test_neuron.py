@@ -212,7 +212,8 @@ def test_other_texts_are_refused(text: str) -> None:
 
 @pytest.mark.slow(reason="builds for a GPU")
 @pytest.mark.parametrize("capability", [80, 90])
-def test_compiles(capability: int) -> None:
+@pytest.mark.parametrize("states", ["fp32", "fp16", "bf16"])
+def test_compiles(states: str, capability: int) -> None:
     printed = compile_in_subprocess(
         f"""
         from sparsecomp.lowering.spiking.kernels.neuron import neuron_kernel as kernel
@@ -222,17 +223,17 @@ def test_compiles(capability: int) -> None:
                           (True, False), (False,) * 6, True)
         constants = dict(problem.constants, BLOCK=1024, v1_ptr=None, p0_ptr=None, p1_ptr=None, p2_ptr=None,
                          p3_ptr=None, p4_ptr=None, p5_ptr=None, last1_ptr=None)
-        pointers = dict(x_ptr="*fp32", v0_ptr="*fp32", last0_ptr="*fp32", spikes_ptr="*i8")
+        pointers = dict(x_ptr="*fp32", v0_ptr="*{states}", last0_ptr="*{states}", spikes_ptr="*i8")
         floats = {{n: "fp32" for n in kernel.arg_names if n in ("start0", "start1") or n[0] == "n" and n[1:].isdigit()}}
         types = {{n: pointers.get(n, floats.get(n, "i32")) for n in kernel.arg_names}}
         built = build(kernel, types, constants, {capability}, num_warps=4, enable_fp_fusion=False)
         ptx = built.asm["ptx"]
         wide = [f"extsi %{{step}}" in built.asm["ttir"] for step in ("x_step", "spikes_step")]
-        print(ptx.count("st.global"), ptx.count("fma"), *wide)
+        print(ptx.count("st.global"), ptx.count("cvt.rn.{states.replace('fp', 'f')}"), ptx.count("fma"), *wide)
         """
     )
-    stores, fused, *wide = printed.split()
-    assert int(stores) >= 5
+    stores, rounded, fused, *wide = printed.split()
+    assert int(stores) >= 5 and (int(rounded) > 0) == (states != "fp32"), "of the description, nothing rounds"
     assert fused == "0", "a product and a sum are rounded apart"
     assert wide == ["True", "True"], "the offset of a time step must not overflow 32 bits"
 
@@ -261,3 +262,42 @@ def test_an_input_of_half_precision_becomes_float32_first(dtype: torch.dtype, de
     torch.testing.assert_close([one.cpu() for one in found], list(expected), rtol=0, atol=0)
     torch.library.opcheck(torch.ops.sparsecomp.neuron.default, (x.cpu(), *neuron))
     torch.testing.assert_close(ops.neuron(x.cpu(), *neuron), expected, rtol=0, atol=0)
+
+
+ROUNDED = "t0 = mul v0 n0; t1 = {0} t0; t2 = add t1 x; t3 = {0} t2; t4 = gt t3 n1; t5 = where t4 n2 t3; spike t4; v0 t5"
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("layout", ["contiguous", "sliced"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_states_are_handed_on_in_half_precision(dtype: torch.dtype, layout: str, device: str) -> None:
+    """Where a step rounds its states to it, they are what they are in float32, in two bytes; two calls are one."""
+    from sparsecomp.lowering.spiking.neuron import launch_neuron
+
+    x, text = sample(layout).to(dtype), ROUNDED.format(str(dtype).removeprefix("torch."))
+    neuron = [0.0], [], [0.3, 0.7, 0.0], text, True
+    spikes, wide, _ = ops.neuron(x, [None], *neuron)
+    assert 0.05 < spikes.float().mean() < 0.95 and torch.equal(wide, wide.to(dtype).float()) and wide.any()
+    for run, place in ((launch_neuron, device), (ops.neuron, "cpu")):
+        first, between, _ = run(x[:1].to(place), [None], *neuron, dtype)
+        rest, last, unused = run(x[1:].to(place), [between], *neuron, dtype)
+        assert between.dtype is last.dtype is unused.dtype is dtype and unused.shape == (0,)
+        assert torch.equal(torch.cat((first, rest)).cpu(), spikes) and torch.equal(last.cpu().float(), wide)
+        assert last.stride() == torch.empty_like(x[0]).stride()
+    torch.library.opcheck(torch.ops.sparsecomp.neuron.default, (x, [wide.to(dtype)], *neuron, dtype))
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize(
+    ("state", "asked", "told"),
+    [(torch.float16, None, "a first state is torch.float16"), (torch.float32, torch.int8, "needed is float32, float16"),
+     (torch.float32, torch.float16, "states are torch.float16")],
+)  # fmt: skip
+def test_states_of_another_dtype_are_an_error(state: torch.dtype, asked: Any, told: str, device: str) -> None:
+    from sparsecomp.lowering.spiking.neuron import launch_neuron
+
+    x = sample()
+    for run, place in ((launch_neuron, device), (ops.neuron, "cpu"), (ops.neuron, "meta")):
+        given = x.to(place), [x[0].to(place, state)], [0.0], [], [0.3, 0.7, 1.0], LEAKY, True, asked
+        with pytest.raises(InputError, match=told):
+            run(*given)

@@ -107,7 +107,7 @@ PROBLEMS = [
             Described(
                 4, neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = float16 t1; t3 = ge t2 p1; spike t3; v0 t2"),
                 "float16", 1e-5, (True, *[False] * 5), (0.1, 0.0), (0.3,) * 8, (False, False),
-                (True, True, *[False] * 4), True, True, True,
+                (True, True, *[False] * 4), True, True, True, "float16",
             ),
             connect="add", added="int8", currents=True,
         ),
@@ -118,7 +118,7 @@ PROBLEMS = [
         Neurons(
             960, 960, 960, (Axis(16, 60), *[Axis(1, 1)] * 5), (0.0, 0.0), (0.3,) * 8, 3,
             neuron_of("t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = float t2; spike t2; v0 t1; v1 t3"),
-            (True, False), (True, *[False] * 5), True,
+            (True, False), (True, *[False] * 5), True, states="bfloat16",
         ),
         id="neuron",
     ),

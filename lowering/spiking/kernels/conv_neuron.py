@@ -92,9 +92,9 @@ def conv_neuron_kernel(
         else:
             states = (values[AFTER[0]], zero)
     if last0_ptr is not None:
-        tl.store(last0_ptr + offset, states[0], mask=mask)
+        tl.store(last0_ptr + offset, states[0].to(last0_ptr.dtype.element_ty), mask=mask)
     if last1_ptr is not None:
-        tl.store(last1_ptr + offset, states[1], mask=mask)
+        tl.store(last1_ptr + offset, states[1].to(last1_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

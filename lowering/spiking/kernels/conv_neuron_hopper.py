@@ -87,9 +87,9 @@ def conv_neuron_hopper_kernel(
         else:
             states = (values[AFTER[0]], zero)
     if last0_ptr is not None:
-        gl.store(last0_ptr + offset, states[0], mask=mask)
+        gl.store(last0_ptr + offset, states[0].to(last0_ptr.dtype.element_ty), mask=mask)
     if last1_ptr is not None:
-        gl.store(last1_ptr + offset, states[1], mask=mask)
+        gl.store(last1_ptr + offset, states[1].to(last1_ptr.dtype.element_ty), mask=mask)
 
 
 CONV_NEURON_HOPPER = Template(

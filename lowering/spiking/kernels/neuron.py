@@ -100,7 +100,7 @@ def do_instruction(OPERATION: tl.constexpr, a, b, c):
 def state_before(pointer, start, offset, mask, zero):
     """A state before the first step."""
     if pointer is not None:
-        return tl.load(pointer + offset, mask=mask, other=0.0)
+        return tl.load(pointer + offset, mask=mask, other=0.0).to(tl.float32)
     else:
         return zero + start
 
@@ -165,9 +165,9 @@ def neuron_kernel(
         else:
             states = (values[AFTER[0]], zero)
     if KEEP:
-        tl.store(last0_ptr + offset, states[0], mask=mask)
+        tl.store(last0_ptr + offset, states[0].to(last0_ptr.dtype.element_ty), mask=mask)
         if len(AFTER) == 2:
-            tl.store(last1_ptr + offset, states[1], mask=mask)
+            tl.store(last1_ptr + offset, states[1].to(last1_ptr.dtype.element_ty), mask=mask)
 
 
 def _prepare(problem: Neurons, config: Config) -> Launch:

@@ -14,14 +14,14 @@ from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.layer_current import joined_current
-from sparsecomp.reference.neuron import STATES, neuron_reference
+from sparsecomp.reference.neuron import STATES, kept_in, neuron_reference
 
 library.define(
     "conv_neuron(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
     "int groups, int digits, float scale, float spread, bool channels_last, int steps, "
     "Tensor? mean, Tensor? var, Tensor? gamma, Tensor? beta, float eps, Tensor?[] states, float[] starts, "
     "Tensor[] parameters, float[] numbers, str step, bool keep, Tensor? residual=None, str connect='add', "
-    "Tensor? added=None, bool currents=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? added=None, bool currents=False, ScalarType? state_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 
@@ -54,6 +54,7 @@ def conv_neuron(
     connect: str = "add",
     added: Tensor | None = None,
     currents: bool = False,
+    state_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """:func:`neuron` of :func:`spike_conv` with `implementation="binary"`: the same spikes. No gradient.
 
@@ -70,7 +71,8 @@ def conv_neuron(
         steps: T.
         mean, var, gamma, beta: (K,) batch-norm between the two, or None.
         eps: its own.
-        states: each (N, K, …) float32, or (N, K) for maps of one pixel, or None for its number of `starts` everywhere.
+        states: each (N, K, …) of `state_dtype`, or (N, K) for maps of one pixel, or None for its number of `starts`
+            everywhere.
         starts, numbers, step: as of `neuron`.
         parameters: float32 tensors of one number, or of one for each of K channels.
         keep: whether the last states are asked for.
@@ -78,26 +80,28 @@ def conv_neuron(
         added: (T, N, K, …) int8 or of the weight's dtype, or (T, N, K) for maps of one pixel: what is added to what
             neurons are given, or None.
         currents: whether what the neurons are given is asked for.
+        state_dtype: of first and last states, as of `neuron`.
 
     Returns:
-        `(spikes, v0, v1, currents)`: (T, N, K, …) int8, in {0, 1} without a residual, (N, K, …) float32, of no elements
-        where there is no such state or it is not asked for, and (T, N, K, …) of the weight's dtype, or of no elements.
+        `(spikes, v0, v1, currents)`: (T, N, K, …) int8, in {0, 1} without a residual, (N, K, …) of `state_dtype`, of no
+        elements where there is no such state or it is not asked for, and (T, N, K, …) of the weight's dtype, or of no
+        elements.
 
     Raises:
-        InputError: a residual, or something to add, of another dtype or shape, an unknown `connect`, or a `step` that
-            describes no neuron.
+        InputError: a residual, or something to add, or a state, of another dtype or shape, an unknown `connect`, or a
+            `step` that describes no neuron.
     """
     return torch.ops.sparsecomp.conv_neuron.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
         mean, var, gamma, beta, eps, list(states), list(starts), list(parameters), list(numbers), step, keep, residual,
-        connect, added, currents,
+        connect, added, currents, state_dtype,
     )  # fmt: skip
 
 
 def _reference(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
-    added=None, currents=False,
+    added=None, currents=False, state_dtype=None,
 ):  # fmt: skip
     sums = reference_counts(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
@@ -108,7 +112,7 @@ def _reference(
     states = [None if v is None else v.reshape(current.shape[1:]) for v in states]
     trailing = (-1, *[1] * (current.dim() - 3))
     parameters = [one.reshape(trailing) for one in parameters]
-    spikes, *lasts = neuron_reference(current.float(), states, starts, parameters, numbers, step, keep)
+    spikes, *lasts = neuron_reference(current.float(), states, starts, parameters, numbers, step, keep, state_dtype)
     if residual is not None:
         spikes = connected(spikes, residual.reshape(spikes.shape), connect)
     return spikes, *lasts, current if currents else current.new_empty(0)
@@ -123,11 +127,12 @@ def _cuda(*arguments):
 def _fake(
     counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
-    added=None, currents=False,
+    added=None, currents=False, state_dtype=None,
 ):  # fmt: skip
     spikes = fake_spikes(counts, weight, stride, padding, dilation, channels_last, steps, residual, connect, added)
-    lasts = [torch.empty_like(spikes[0], dtype=torch.float32) for _ in states] if keep else []
-    unused = (spikes.new_empty(0, dtype=torch.float32) for _ in range(STATES - len(lasts)))
+    kept = kept_in(state_dtype, spikes, states)
+    lasts = [torch.empty_like(spikes[0], dtype=kept) for _ in states] if keep else []
+    unused = (spikes.new_empty(0, dtype=kept) for _ in range(STATES - len(lasts)))
     return spikes, *lasts, *unused, fake_currents(spikes, weight, currents)
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from sparsecomp.errors import InputError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
-from sparsecomp.reference.neuron import STATES, neuron_of, neuron_reference, trained_reference
+from sparsecomp.reference.neuron import STATES, kept_in, neuron_of, neuron_reference, trained_reference
 from sparsecomp.reference.neuron_gradient import gradients_reference, known_sums
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
 library.define(
-    "neuron(Tensor x, Tensor?[] states, float[] starts, Tensor[] parameters, float[] numbers, str step, bool keep) "
-    "-> (Tensor, Tensor, Tensor)",
+    "neuron(Tensor x, Tensor?[] states, float[] starts, Tensor[] parameters, float[] numbers, str step, bool keep, "
+    "ScalarType? state_dtype=None) -> (Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 library.define(
@@ -40,38 +40,41 @@ def neuron(
     numbers: Sequence[float],
     step: str,
     keep: bool = True,
+    state_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Spikes and last states of a layer of neurons, rounded after each operation of the description. No gradient.
 
     Args:
         x: (T, …), T ≥ 1, float32, or of half precision, which becomes float32 first.
-        states: each of the shape of `x[0]`, float32, before the first step; None for one number everywhere.
+        states: each of the shape of `x[0]`, of `state_dtype`, before the first step; None for one number everywhere.
         starts: these numbers, one a state.
         parameters: float32 tensors that broadcast to `x[0]` and have several elements along one dimension at most.
         numbers: numbers of the description, rounded to float32.
         step: what a step does, such as `"t0 = add v0 x; t1 = ge t0 n0; t2 = where t1 n1 t0; spike t1; v0 t2"`.
         keep: whether the last states are asked for.
+        state_dtype: of first and last states, float32 by default. Of half precision where the description rounds them
+            to it: they are what it leaves then, in half the bytes.
 
     Returns:
-        `(spikes, v0, v1)`: int8 in {0, 1} of the shape and strides of `x`, and float32 of the shape of `x[0]`; states
-        that there are not, or that are not asked for, are of no elements.
+        `(spikes, v0, v1)`: int8 in {0, 1} of the shape and strides of `x`, and `state_dtype` of the shape of `x[0]`;
+        states that there are not, or that are not asked for, are of no elements.
 
     Raises:
-        InputError: `step` describes no neuron.
+        InputError: `step` describes no neuron, or a first state is not of `state_dtype`.
     """
     return torch.ops.sparsecomp.neuron.default(
-        x, list(states), list(starts), list(parameters), list(numbers), step, keep
+        x, list(states), list(starts), list(parameters), list(numbers), step, keep, state_dtype
     )
 
 
-def _cuda(x, states, starts, parameters, numbers, step, keep):
+def _cuda(x, states, starts, parameters, numbers, step, keep, state_dtype=None):
     from sparsecomp.lowering.spiking import neuron as neurons  # loads Triton
 
-    return neurons.launch_neuron(x, states, starts, parameters, numbers, step, keep)
+    return neurons.launch_neuron(x, states, starts, parameters, numbers, step, keep, state_dtype)
 
 
-def _fake(x, states, starts, parameters, numbers, step, keep):
-    like = torch.empty_like(x[0], dtype=accumulator(x.dtype))
+def _fake(x, states, starts, parameters, numbers, step, keep, state_dtype=None):
+    like = torch.empty_like(x[0], dtype=kept_in(state_dtype, x, states))
     last = [torch.empty_like(like) for _ in states] if keep else []
     return torch.empty_like(x, dtype=torch.int8), *last, *(like.new_empty(0) for _ in range(STATES - len(last)))
 
