@@ -48,6 +48,7 @@ class Neurons(NamedTuple):
         has_parameter: which parameters there are.
         keep: the last states are written.
         spikes, x, states: their dtypes, of states first and last ones.
+        parameters: dtypes of those that there are.
     """
 
     numel: int
@@ -64,6 +65,7 @@ class Neurons(NamedTuple):
     spikes: str = "int8"
     x: str = "float32"
     states: str = "float32"
+    parameters: tuple[str, ...] = ()
 
     @property
     def all_numbers(self) -> tuple[float, ...]:
@@ -77,6 +79,7 @@ class Neurons(NamedTuple):
         return {
             "STEPS": self.steps, "CODE": code_of(self.neuron.code), "SPIKE": self.neuron.spike,
             "AFTER": self.neuron.states, "KEEP": self.keep, "WIDE": self.numel >= 2**31,
+            "ALIKE": tuple(map(self.axes.index, self.axes)),
         }  # fmt: skip
 
 
@@ -154,7 +157,7 @@ def problem_of(
         x[0].numel(), x.stride(0), spikes.stride(0), tuple(_axis(p, shape, strides) for p in parameters),
         filled(starts, STATES), filled(numbers, NUMBERS), x.shape[0], neuron_of(step),
         tuple(v is not None for v in states), tuple(p is not None for p in parameters), keep, dtype_name(spikes),
-        dtype_name(x),
+        dtype_name(x), parameters=tuple(dtype_name(p) for p in parameters if p is not None),
     )  # fmt: skip
 
 
@@ -200,8 +203,8 @@ def _signature(problem: Neurons, device: Device) -> KernelSignature:
         ("states", as_bits(p.has_state)), ("parameters", as_bits(p.has_parameter)),
     )  # fmt: skip
     return KernelSignature(
-        "neuron", device, dtypes=(p.x, p.spikes, p.states), accumulator="float32", sizes=(("numel", p.numel),),
-        parameters=parameters,
+        "neuron", device, dtypes=(p.x, p.spikes, p.states, *p.parameters), accumulator="float32",
+        sizes=(("numel", p.numel),), parameters=parameters,
     )  # fmt: skip
 
 
@@ -216,7 +219,7 @@ def _representative(signature: KernelSignature) -> Neurons:
     return Neurons(
         numel, numel, numel, (_ONE,) * PARAMETERS, (0.0,) * STATES, (0.5,) * NUMBERS, int(given["steps"]),
         neuron_of(str(given["step"])), tuple(states), tuple(parameters), bool(given["keep"]), signature.dtypes[1],
-        signature.dtypes[0], signature.dtypes[2],
+        signature.dtypes[0], signature.dtypes[2], signature.dtypes[3:],
     )  # fmt: skip
 
 
@@ -233,6 +236,8 @@ def _operands(problem: Neurons, device: torch.device, seed: int) -> tuple[Tensor
     states = [normal(p.numel, given) for given in p.has_state]
     states = [one if one is None else one.to(kept) for one in states]
     parameters = [normal(axis.size, given) for axis, given in zip(p.axes, p.has_parameter, strict=True)]
+    types = iter(p.parameters)
+    parameters = [one if one is None else one.to(getattr(torch, next(types, "float32"))) for one in parameters]
     count = len(p.neuron.states) * p.keep
     last = [torch.full((p.numel,), float("nan"), dtype=kept, device=device) for _ in range(count)]
     return (x, *states, *parameters, spikes, *last, *[None] * (STATES - len(last)))

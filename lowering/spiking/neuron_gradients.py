@@ -45,7 +45,7 @@ class NeuronGradients(NamedTuple):
         back, forward = step_back(self.neurons.neuron), self.neurons.constants
         return {
             "STEPS": forward["STEPS"], "CODE": forward["CODE"], "AFTER": forward["AFTER"],
-            "WIDE": forward["WIDE"], "SUMMED": self.summed,
+            "WIDE": forward["WIDE"], "ALIKE": forward["ALIKE"], "SUMMED": self.summed,
             "BACK": code_of(back.code), "OF_X": back.x, "OF": (*back.states, *back.parameters),
         }  # fmt: skip
 

@@ -1,8 +1,9 @@
 """Evaluation-mode batch-norm after a rewritten convolution moves into the convolution's weight and bias.
 
 Only where the graph runs op by op: there batch-norm is a pass over memory of its own. Under torch.compile Inductor
-fuses it with the neuron behind it for free, and folding would only move rounding errors in front of a threshold. The
-folding is part of the graph, so later changes of the weights or the statistics, and gradients, keep working.
+fuses it with what is behind it, and neurons that are an operator take it in (`fuse_neurons`, `neuron_norm`): folding
+would only move rounding errors in front of a threshold. The folding is part of the graph, so later changes of the
+weights or the statistics, and gradients, keep working.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if conv.target not in (_CONV, _TRANSPOSED):
         return None
     if not ctx.eager:
-        return refuse(Why.NOT_FOLDED, detail="Inductor fuses batch-norm with what follows it")
+        return refuse(Why.NOT_FOLDED, detail="Inductor, or the neurons behind it, take it in")
     if op.get("training"):
         return refuse(Why.NOT_FOLDED, detail="batch statistics depend on the convolution's result")
     if len(conv.users) != 1 or len(op.input.users) != 1:

@@ -150,11 +150,12 @@ def _ways(x: Any, found: Between, is_layer: Callable[[fx.Node], bool], has_norm:
         for ours, other in (operands,) if op.inplace else (operands, operands[::-1]):
             if isinstance(ours, fx.Node) and isinstance(other, fx.Node) and ours is not other:
                 yield from _ways(ours, Between(node, (*chain, node), None, node, other), is_layer, has_norm)
-    elif op.name == "batch_norm" and _is_evaluated(op) and found.norm is None:
+    elif op.name == "batch_norm" and is_evaluated(op) and found.norm is None:
         yield from _ways(op.input, Between(node, (*chain, node), op, found.joint, found.added), is_layer, has_norm)
 
 
-def _is_evaluated(op: CanonicalOp) -> bool:
+def is_evaluated(op: CanonicalOp) -> bool:
+    """Whether a batch-norm goes by its running statistics, over all that it is given."""
     statistics = op.get("running_mean"), op.get("running_var")
     kept = op.get("training") is False or (op.module is not None and not op.module.training)
     return kept and op.step_mode == "s" and not op.inplace and None not in statistics

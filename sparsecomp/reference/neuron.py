@@ -227,9 +227,8 @@ def unchanging(x: Tensor, parameters: Sequence[Tensor], numbers: Sequence[float]
     """Parameters and numbers in their places behind the states; what there is not is 0."""
     # in the dtype of the tensors: of a number torch may take another operation
     known = [torch.full((), number, dtype=x.dtype, device=x.device) for number in numbers]
-    return [
-        *parameters, *[0.0] * (PARAMETERS - len(parameters)), *known, *[0.0] * (NUMBERS - len(numbers))
-    ]  # fmt: skip
+    given = [one.to(x.dtype) for one in parameters]
+    return [*given, *[0.0] * (PARAMETERS - len(given)), *known, *[0.0] * (NUMBERS - len(numbers))]
 
 
 def run_code(values: list[Any], code: Sequence[Instruction]) -> list[Any]:

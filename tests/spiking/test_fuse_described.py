@@ -51,8 +51,8 @@ def test_a_library_s_neurons_in_half_precision(make: Callable[[], nn.Module], dt
     judged = [one for one in report.sites if one.rule == RULE]
     assert len(judged) == 1 and TOGETHER in judged[0].reason
     assert report.graph_after.count("sparsecomp.conv_neuron") == 1
-    assert "batch_norm(" in report.graph_after  # of the stem alone
-    assert report.graph_after.count("batch_norm(") == 1
+    taken = [one.rewritten for one in report.sites if one.rule == "neuron_norm"]
+    assert taken == [True] and "batch_norm(" not in report.graph_after, "that of the stem is in its neurons' step"
 
 
 class Loop(nn.Module):

@@ -369,7 +369,8 @@ def test_kernels_that_round_compile_for_gpus_that_are_not_there(dtype: torch.dty
         neuron = neuron_of({text!r})
         back = step_back(neuron)
         constants = dict(STEPS=2, CODE=code_of(neuron.code), AFTER=neuron.states, BACK=code_of(back.code),
-                         WIDE=False, SUMMED=True, OF_X=back.x, OF=(*back.states, *back.parameters), BLOCK=512)
+                         WIDE=False, ALIKE=(0,) * 6, SUMMED=True, OF_X=back.x,
+                         OF=(*back.states, *back.parameters), BLOCK=512)
         for capability in (80, 90):
             built = build(kernel, types, constants, capability, num_warps=4, enable_fp_fusion=False)
             print({conversion!r} in built.asm["ptx"])

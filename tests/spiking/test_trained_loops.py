@@ -865,7 +865,8 @@ def test_kernels_of_every_spike_function_compile_for_gpus_that_are_not_there() -
             neuron = neuron_of(text)
             back = step_back(neuron)
             constants = dict(STEPS=2, CODE=code_of(neuron.code), AFTER=neuron.states, BACK=code_of(back.code),
-                             WIDE=False, SUMMED=False, OF_X=back.x, OF=(*back.states, *back.parameters), BLOCK=512)
+                             WIDE=False, ALIKE=(0,) * 6, SUMMED=False, OF_X=back.x,
+                             OF=(*back.states, *back.parameters), BLOCK=512)
             for capability in (80, 90):
                 build(kernel, types, constants, capability, num_warps=4, enable_fp_fusion=False)
         """

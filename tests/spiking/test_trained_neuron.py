@@ -341,7 +341,8 @@ def test_the_kernel_compiles_for_gpus_that_are_not_there():
                 neuron = neuron_of(text)
                 back = step_back(neuron)
                 constants = dict(STEPS=steps, CODE=tuples(neuron.code), AFTER=neuron.states, BACK=tuples(back.code),
-                                 WIDE=False, SUMMED=half, OF_X=back.x, OF=(*back.states, *back.parameters), BLOCK=512)
+                                 WIDE=False, ALIKE=(0,) * 6, SUMMED=half, OF_X=back.x,
+                                 OF=(*back.states, *back.parameters), BLOCK=512)
                 build(kernel, types, constants, capability, num_warps=4, enable_fp_fusion=False)
         """
     )

@@ -106,10 +106,10 @@ def state_before(pointer, start, offset, mask, zero):
 
 
 @triton.jit
-def parameter_of(pointer, size, stride, place, mask, zero):
-    """What each element reads of a parameter, by its place in memory."""
+def parameter_of(pointer, place, mask, zero):
+    """What each element reads of a parameter, by its place in it."""
     if pointer is not None:
-        return tl.load(pointer + place // stride % size, mask=mask, other=0.0)
+        return tl.load(pointer + place, mask=mask, other=0.0).to(tl.float32)
     else:
         return zero
 
@@ -118,17 +118,25 @@ def parameter_of(pointer, size, stride, place, mask, zero):
 def what_stays(
     p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, size0, stride0, size1, stride1, size2, stride2,
     size3, stride3, size4, stride4, size5, stride5, n0, n1, n2, n3, n4, n5, n6, n7, offset, mask, zero,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """What a description reads that is the same in all steps: parameters, and numbers."""
+    """What a description reads that is the same in all steps: parameters, and numbers.
+
+    ALIKE: of each parameter the first that has its size and stride, so that one division serves both.
+    """
     place = offset if WIDE else offset.to(tl.int32)
+    sizes = (size0, size1, size2, size3, size4, size5)
+    strides = (stride0, stride1, stride2, stride3, stride4, stride5)
+    at = ()
+    for one in tl.static_range(len(ALIKE)):
+        if ALIKE[one] == one:
+            at = at + (place // strides[one] % sizes[one],)
+        else:
+            at = at + (at[ALIKE[one]],)
     return (
-        parameter_of(p0_ptr, size0, stride0, place, mask, zero),
-        parameter_of(p1_ptr, size1, stride1, place, mask, zero),
-        parameter_of(p2_ptr, size2, stride2, place, mask, zero),
-        parameter_of(p3_ptr, size3, stride3, place, mask, zero),
-        parameter_of(p4_ptr, size4, stride4, place, mask, zero),
-        parameter_of(p5_ptr, size5, stride5, place, mask, zero),
+        parameter_of(p0_ptr, at[0], mask, zero), parameter_of(p1_ptr, at[1], mask, zero),
+        parameter_of(p2_ptr, at[2], mask, zero), parameter_of(p3_ptr, at[3], mask, zero),
+        parameter_of(p4_ptr, at[4], mask, zero), parameter_of(p5_ptr, at[5], mask, zero),
         zero + n0, zero + n1, zero + n2, zero + n3, zero + n4, zero + n5, zero + n6, zero + n7,
     )  # fmt: skip
 
@@ -139,7 +147,7 @@ def neuron_kernel(
     numel, x_step, spikes_step, size0, stride0, size1, stride1, size2, stride2, size3, stride3,
     size4, stride4, size5, stride5, start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
     STEPS: tl.constexpr, CODE: tl.constexpr, SPIKE: tl.constexpr, AFTER: tl.constexpr, KEEP: tl.constexpr,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr, ALIKE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One element of the states a lane, STEPS time steps; see `sparsecomp.reference.neuron` for CODE."""
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -149,6 +157,7 @@ def neuron_kernel(
     fixed = what_stays(
         p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, size0, stride0, size1, stride1, size2, stride2,
         size3, stride3, size4, stride4, size5, stride5, n0, n1, n2, n3, n4, n5, n6, n7, offset, mask, zero, WIDE,
+        ALIKE,
     )  # fmt: skip
     # offsets of later steps pass 2^31 where a whole layer does
     x_step = tl.cast(x_step, tl.int64)

@@ -47,7 +47,7 @@ def neuron_gradients_kernel(
     numel, x_step, spikes_step, size0, stride0, size1, stride1, size2, stride2, size3, stride3,
     size4, stride4, size5, stride5, start0, start1, n0, n1, n2, n3, n4, n5, n6, n7,
     STEPS: tl.constexpr, CODE: tl.constexpr, AFTER: tl.constexpr, BACK: tl.constexpr, OF_X: tl.constexpr,
-    OF: tl.constexpr, WIDE: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
+    OF: tl.constexpr, WIDE: tl.constexpr, ALIKE: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One element of the states a lane. spikes, last0, last1: gradients of those; by_…: gradients for what is read.
 
@@ -62,6 +62,7 @@ def neuron_gradients_kernel(
     fixed = what_stays(
         p0_ptr, p1_ptr, p2_ptr, p3_ptr, p4_ptr, p5_ptr, size0, stride0, size1, stride1, size2, stride2,
         size3, stride3, size4, stride4, size5, stride5, n0, n1, n2, n3, n4, n5, n6, n7, offset, mask, zero, WIDE,
+        ALIKE,
     )  # fmt: skip
     # offsets of later steps pass 2^31 where a whole layer does
     x_step = tl.cast(x_step, tl.int64)

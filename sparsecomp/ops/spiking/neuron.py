@@ -48,7 +48,8 @@ def neuron(
         x: (T, …), T ≥ 1, float32, or of half precision, which becomes float32 first.
         states: each of the shape of `x[0]`, of `state_dtype`, before the first step; None for one number everywhere.
         starts: these numbers, one a state.
-        parameters: float32 tensors that broadcast to `x[0]` and have several elements along one dimension at most.
+        parameters: tensors of float32 or half precision, which becomes float32 first, that broadcast to `x[0]` and have
+            several elements along one dimension at most.
         numbers: numbers of the description, rounded to float32.
         step: what a step does, such as `"t0 = add v0 x; t1 = ge t0 n0; t2 = where t1 n1 t0; spike t1; v0 t2"`.
         keep: whether the last states are asked for.
