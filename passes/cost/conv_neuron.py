@@ -30,6 +30,9 @@ _SHARE = 0.83
 _WRITTEN = 15
 """Bytes for each neuron and step in half precision that Inductor's kernels for a loop of spikingjelly's LIF, with the
 batch-norm before, would have to move for their time in six layers (`bench/results/conv_neuron_half.json`)."""
+_NORM = 1
+"""Numbers for each neuron and step that could be moved in the time that a batch-norm's instructions add to a step. Not
+measured: half of the pass that it was, with which layers get what was the fastest in the same file."""
 _LEAST = 11e-6
 """Seconds of the smallest product measured, its packing of the weight included: estimates of small ones say less."""
 
@@ -71,7 +74,7 @@ def decide(site: SiteInfo, behind: Behind, card: Card = H100) -> Decision:
     rows = _neurons(site) * slots / steps
     work = behind.operations * rows / card.fp32 + (_TAIL if rows >= _BLOCK * card.processors else _TAIL / 2)
     # spikes, last membranes and what others read, in place of the numbers that a product of so many rows writes
-    bytes_each = 1 + 4 / steps + site.itemsize * behind.written
+    bytes_each = 1 + _state_bytes(site.itemsize, behind) / steps + site.itemsize * behind.written
     written = (bytes_each * _neurons(site) - site.itemsize * rows) / (_SHARE * card.bandwidth)
     times = {
         "dense": Time(product, layer).plus(_alone(_neurons(site), site.itemsize, behind, card)),
@@ -122,14 +125,21 @@ def _neurons(site: SiteInfo) -> int:
     return site.n * site.k * site.out_pixels
 
 
+def _state_bytes(itemsize: int, behind: Behind) -> int:
+    """Of a last membrane: described ones are of half precision where that is what they are rounded to."""
+    return itemsize if behind.instructions else 4
+
+
 def _alone(neurons: int, itemsize: int, behind: Behind, card: Card) -> Time:
     """Of the neurons in a launch of their own: numbers are read, spikes written, and last membranes.
 
-    A batch-norm before described neurons is a pass of Inductor's, and so is a sum.
+    A batch-norm before described neurons is part of their step; a sum is a pass of Inductor's.
     """
-    between = 2 * itemsize if behind.instructions or behind.joined else 0
-    traffic = (itemsize + 1 + 4 / behind.steps + between) * neurons / (_SHARE * card.bandwidth)
-    launches = 1 + bool(between)
+    between = 2 * itemsize if behind.joined else 0
+    between += _NORM * itemsize if behind.instructions else 0
+    each = itemsize + 1 + _state_bytes(itemsize, behind) / behind.steps + between
+    traffic = each * neurons / (_SHARE * card.bandwidth)
+    launches = 1 + behind.joined
     return Time(traffic + launches * card.launch, host.OPERATOR + launches * host.LAUNCH)
 
 

@@ -21,6 +21,8 @@ from sparsecomp.reference.geometry import IMAGE_DIMS
 _SLOWER = 3.0
 """Than the estimate are transposed convolutions of float32 signals and volumes (2.2 and 3.1 on an H200,
 `bench/results/spike_layers.json`); those of images, and in half precision, are not."""
+_TRANSPOSING = 0.5
+"""Share of the bandwidth that a copy of bytes into channels-last reaches, which such maps need first; not measured."""
 _VECTOR = 16
 """Bytes that the fastest loads and copies take at a time; channels that are no multiple of it allow fewer."""
 
@@ -36,13 +38,13 @@ _STEP = 0.6e-6
 """One step of the reduction in a tile that nothing overlaps: what a layer with few active pixels waits for."""
 
 # Sites' numbers by name, then what :func:`_numbers` adds, then the card's.
-_FIELDS = "itemsize n c in_pixels k taps out_pixels groups digits density active fused depth width walked"
+_FIELDS = "itemsize n c in_pixels k taps out_pixels groups digits density active fused depth width walked crossed"
 (
     _itemsize, _n, _c, _in_pixels, _k, _taps, _out_pixels, _groups, _digits, _density, _active, _fused, _depth, _width,
-    _walked,
+    _walked, _crossed,
 ) = sizes(_FIELDS)  # fmt: skip
 _dense_share, _int8_share, _direct_share, _event_share = sizes("dense_share int8_share direct_share event_share")
-_bandwidth, _int8, _single_rows, _splitting = sizes("bandwidth int8 single_rows splitting")
+_bandwidth, _int8, _single_rows, _splitting, _launch = sizes("bandwidth int8 single_rows splitting launch")
 
 _inputs = _n * _c * _in_pixels
 _weights = _k * _c / _groups * _taps
@@ -56,6 +58,9 @@ _packing = sympy.Max(_weights * (2 * _itemsize + _digits) / _bandwidth, _splitti
 def _bytes(input_itemsize: Size, weight_itemsize: Size) -> sympy.Expr:
     return _inputs * input_itemsize + _weights * weight_itemsize + _n * _k * _out_pixels * _itemsize
 
+
+# bytes that neurons wrote in another order than channels-last are copied; a prescan writes them so
+_crossing = _crossed * (2 * _inputs / _bandwidth / _TRANSPOSING + _launch)
 
 _NONE = sympy.Integer(0)  # the rates were measured with the launches in them
 
@@ -72,11 +77,11 @@ _SPARSE = {
     "binary": Cost(
         _bytes(1, _digits), _products, "int8", _NONE,
         # unfused, a prescan reads the input at full width and writes it as bytes
-        _packing + (1 - _fused) * _inputs * (_itemsize + 1) / _bandwidth,
+        _packing + (1 - _fused) * _inputs * (_itemsize + 1) / _bandwidth + _crossing,
     ),
     "direct": Cost(
         _bytes(1, _itemsize), _operations / _direct_share, "fp32", _NONE,
-        (1 - _fused) * _inputs * (_itemsize + 1) / _bandwidth,
+        (1 - _fused) * _inputs * (_itemsize + 1) / _bandwidth + _crossing,
     ),
     "event": Cost(
         _NONE, _operations * _density / _event_share, "bandwidth", _NONE,
@@ -195,6 +200,7 @@ def _numbers(site: SiteInfo, card: Card) -> dict[str, float]:
     splitting = card.launch if channels % _VECTOR or outputs % _VECTOR else 0.0
     shares = {
         "dense_share": dense, "int8_share": int8, "splitting": splitting,
+        "crossed": float(site.fused and not (site.channels_last or _is_matmul(site))),
         "depth": padded_channels(channels), "width": _whole_tiles(outputs),
         "direct_share": _DIRECT[channels == outputs == 1],
         "event_share": card.events_half if site.itemsize == 2 else card.events_float32,

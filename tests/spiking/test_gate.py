@@ -86,9 +86,19 @@ def test_a_depthwise_layer_is_taken_where_the_host_is_not_what_takes_the_time(mo
     ({"c": 40}, (64, 64), 1100e12 * 0.65 / 1.65 / 2),
 ])  # fmt: skip
 def test_tiles_that_channels_do_not_fill_cost_as_whole_ones(change, tile, rate):
-    seconds = gate.seconds_of(STAGE1._replace(**change), "binary")
+    seconds = gate.seconds_of(STAGE1._replace(channels_last=True, **change), "binary")
     operations = 2 * 128 * 56 * 56 * 9 * tile[0] * tile[1] * 3
     assert seconds == pytest.approx(operations / rate + H100.launch)  # the weight is split in a launch of its own
+
+
+@pytest.mark.parametrize("strategy", ["binary", "direct"])
+def test_bytes_in_another_order_are_copied_first(strategy):
+    """Into channels-last, at half of the bandwidth; maps of one pixel, and what a prescan writes, lie so."""
+    crossed, straight = (gate.seconds_of(STAGE1._replace(channels_last=last), strategy) for last in (False, True))
+    size = 128 * 64 * 56 * 56
+    assert crossed - straight == pytest.approx(2 * size / (0.5 * H100.bandwidth) + H100.launch)
+    for other in (STAGE1._replace(fused=False), STAGE1._replace(size=(1, 1), window=Window.centred((1, 1), (1, 1)))):
+        assert gate.seconds_of(other, strategy) == gate.seconds_of(other._replace(channels_last=True), strategy)
 
 
 def test_a_few_odd_outputs_gain_nothing_where_launches_are_what_takes_the_time():
@@ -150,7 +160,7 @@ def test_the_break_even_density_of_a_symbolic_batch_holds_at_every_batch():
 def test_on_a_card_of_half_the_rates_everything_but_waiting_takes_twice_as_long(strategy):
     rates = {name: getattr(H100, name) / 2 for name in ("bandwidth", "fp32", "tf32", "half", "int8")}
     site = QUIET._replace(active=1.0)
-    waiting = {"event": 35e-6, "skip": 15e-6}.get(strategy, 0.0)
+    waiting = {"event": 35e-6, "skip": 15e-6, "dense": 0.0}.get(strategy, H100.launch)
     slower = gate.seconds_of(site, strategy, replace(H100, **rates)) - waiting
     assert slower == pytest.approx(2 * (gate.seconds_of(site, strategy) - waiting))
 
