@@ -25,7 +25,7 @@ RULES = (
     "fold_batch_norm", "narrow_spikes", "gather_dot", "reorder_products", "spike_matmul", "fuse_steps",
     "active_linear", "spike_conv_transpose", "block_attention", "unrolled_neurons", "train_neurons", "fuse_conv_neuron",
     "decode_attention", "gated_pair", "byte_sums", "fuse_residual", "masked_writes", "shared_input",
-    "shared_copies", "spike_attention", "bias_table", "neuron_norm",
+    "shared_copies", "spike_attention", "bias_table", "neuron_norm", "wide_spikes",
 )  # fmt: skip
 """Names of all rewrite rules, here too, so that a misspelt one is found before the rules and Inductor are loaded."""
 

@@ -328,7 +328,8 @@ def neurons(device: str) -> None:
     for keep in (False, True):
         decay = torch.rand(5, 1, 1, device=device)
         for dtype in DTYPES:
-            ops.neuron(x, [torch.rand_like(x[0]).to(dtype), None], [0.0, 0.5], [decay], [1.0], step, keep, dtype)
+            state, given = torch.rand_like(x[0]).to(dtype), decay.to(dtype)
+            ops.neuron(x, [state, None], [0.0, 0.5], [given], [1.0], step, keep, dtype, dtype)
     step = "t0 = mul v0 p0; t1 = add t0 x; t2 = ge t1 n0; t3 = fire t2 t1; spike t3; v0 t1; b0 = exp u; pull b0"
     for dtype in DTYPES:
         given = x.to(dtype).requires_grad_(), torch.rand_like(x[0]).requires_grad_(), decay.clone().requires_grad_()

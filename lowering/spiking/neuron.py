@@ -21,6 +21,7 @@ from sparsecomp.reference.neuron import (
     kept_in,
     neuron_of,
     neuron_reference,
+    spikes_like,
 )
 
 
@@ -97,11 +98,12 @@ def launch_neuron(
     step: str,
     keep: bool,
     state_dtype: torch.dtype | None = None,
+    spike_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """See `sparsecomp.ops.neuron`."""
     kept = kept_in(state_dtype, x, states)
     last = [torch.empty_like(x[0], dtype=kept) for _ in states] if keep else []
-    spikes = torch.empty_like(x, dtype=torch.int8)
+    spikes = spikes_like(x, spike_dtype)
     _launch(x, states, starts, parameters, numbers, step, spikes, last, kept)
     none = (x.new_empty(0, dtype=kept) for _ in range(STATES - len(last)))
     return (spikes, *last, *none)

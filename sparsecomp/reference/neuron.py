@@ -190,10 +190,11 @@ def neuron_reference(
     step: str,
     keep: bool,
     state_dtype: torch.dtype | None = None,
+    spike_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each step in plain torch, operation by operation; see `sparsecomp.ops.neuron`."""
     kept = kept_in(state_dtype, x, states)
-    spikes, x = torch.empty_like(x, dtype=torch.int8), x.to(accumulator(x.dtype))
+    spikes, x = spikes_like(x, spike_dtype), x.to(accumulator(x.dtype))
     neuron, like, fixed = neuron_of(step), x[0], unchanging(x, parameters, numbers)
     now: list[Any] = [
         torch.full_like(like, start) if given is None else given.to(like.dtype)
@@ -206,6 +207,17 @@ def neuron_reference(
     last = [torch.empty_like(like, dtype=kept).copy_(value) for value in now] if keep else []
     last += [x.new_empty(0, dtype=kept) for _ in range(STATES - len(last))]
     return spikes, last[0], last[1]
+
+
+def spikes_like(x: Tensor, spike_dtype: torch.dtype | None) -> Tensor:
+    """Room for the spikes of all steps, bytes by default.
+
+    Raises:
+        InputError: a dtype that kernels write no spikes in.
+    """
+    if spike_dtype not in (None, torch.int8, *KERNEL_DTYPES):
+        raise InputError(f"spike_dtype={spike_dtype}; needed is int8, float32, float16 or bfloat16, or None")
+    return torch.empty_like(x, dtype=spike_dtype or torch.int8)
 
 
 def kept_in(state_dtype: torch.dtype | None, x: Tensor, states: Sequence[Tensor | None]) -> torch.dtype:

@@ -288,6 +288,23 @@ def test_states_are_handed_on_in_half_precision(dtype: torch.dtype, layout: str,
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+@pytest.mark.parametrize("layout", ["contiguous", "time_inside"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_spikes_at_full_width(dtype: torch.dtype, layout: str, device: str) -> None:
+    from sparsecomp.lowering.spiking.neuron import launch_neuron
+
+    args = arguments(CASES["leaky"], sample(layout))
+    expected = ops.neuron(*args)
+    for run, place in ((launch_neuron, device), (ops.neuron, "cpu")):
+        spikes, last, _ = run(*on(place, args), None, dtype)
+        assert spikes.dtype is dtype and torch.equal(spikes.cpu(), expected[0].to(dtype))
+        assert spikes.stride() == expected[0].stride() and torch.equal(last.cpu(), expected[1])
+    torch.library.opcheck(torch.ops.sparsecomp.neuron.default, (*args, None, dtype))
+    with pytest.raises(InputError, match="spike_dtype=torch.int32"):
+        ops.neuron(*args, None, torch.int32)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize(
     ("state", "asked", "told"),
     [(torch.float16, None, "a first state is torch.float16"), (torch.float32, torch.int8, "needed is float32, float16"),

@@ -11,13 +11,20 @@ from torch import Tensor
 
 from sparsecomp.errors import InputError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
-from sparsecomp.reference.neuron import STATES, kept_in, neuron_of, neuron_reference, trained_reference
+from sparsecomp.reference.neuron import (
+    STATES,
+    kept_in,
+    neuron_of,
+    neuron_reference,
+    spikes_like,
+    trained_reference,
+)
 from sparsecomp.reference.neuron_gradient import gradients_reference, known_sums
 from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
 
 library.define(
     "neuron(Tensor x, Tensor?[] states, float[] starts, Tensor[] parameters, float[] numbers, str step, bool keep, "
-    "ScalarType? state_dtype=None) -> (Tensor, Tensor, Tensor)",
+    "ScalarType? state_dtype=None, ScalarType? spike_dtype=None) -> (Tensor, Tensor, Tensor)",
     tags=TAGS,
 )
 library.define(
@@ -41,6 +48,7 @@ def neuron(
     step: str,
     keep: bool = True,
     state_dtype: torch.dtype | None = None,
+    spike_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Spikes and last states of a layer of neurons, rounded after each operation of the description. No gradient.
 
@@ -55,29 +63,30 @@ def neuron(
         keep: whether the last states are asked for.
         state_dtype: of first and last states, float32 by default. Of half precision where the description rounds them
             to it: they are what it leaves then, in half the bytes.
+        spike_dtype: int8 by default, or float32 or half precision.
 
     Returns:
-        `(spikes, v0, v1)`: int8 in {0, 1} of the shape and strides of `x`, and `state_dtype` of the shape of `x[0]`;
-        states that there are not, or that are not asked for, are of no elements.
+        `(spikes, v0, v1)`: `spike_dtype` in {0, 1} of the shape and strides of `x`, and `state_dtype` of the shape of
+        `x[0]`; states that there are not, or that are not asked for, are of no elements.
 
     Raises:
-        InputError: `step` describes no neuron, or a first state is not of `state_dtype`.
+        InputError: `step` describes no neuron, a first state is not of `state_dtype`, or a dtype has no kernel.
     """
     return torch.ops.sparsecomp.neuron.default(
-        x, list(states), list(starts), list(parameters), list(numbers), step, keep, state_dtype
+        x, list(states), list(starts), list(parameters), list(numbers), step, keep, state_dtype, spike_dtype
     )
 
 
-def _cuda(x, states, starts, parameters, numbers, step, keep, state_dtype=None):
+def _cuda(x, states, starts, parameters, numbers, step, keep, state_dtype=None, spike_dtype=None):
     from sparsecomp.lowering.spiking import neuron as neurons  # loads Triton
 
-    return neurons.launch_neuron(x, states, starts, parameters, numbers, step, keep, state_dtype)
+    return neurons.launch_neuron(x, states, starts, parameters, numbers, step, keep, state_dtype, spike_dtype)
 
 
-def _fake(x, states, starts, parameters, numbers, step, keep, state_dtype=None):
+def _fake(x, states, starts, parameters, numbers, step, keep, state_dtype=None, spike_dtype=None):
     like = torch.empty_like(x[0], dtype=kept_in(state_dtype, x, states))
     last = [torch.empty_like(like) for _ in states] if keep else []
-    return torch.empty_like(x, dtype=torch.int8), *last, *(like.new_empty(0) for _ in range(STATES - len(last)))
+    return spikes_like(x, spike_dtype), *last, *(like.new_empty(0) for _ in range(STATES - len(last)))
 
 
 implement("neuron", neuron_reference, _cuda, _fake)
