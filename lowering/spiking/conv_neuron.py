@@ -211,8 +211,8 @@ def _representative(signature: KernelSignature) -> FusedLayer:
     by_channel, states, parameters, norm = (tuple(one == "y" for one in str(given[name])) for name in names)
     neurons = Described(
         steps, neuron_of(str(given["step"])), conv.dtype, 1e-5, by_channel, (0.0,) * STATES, (0.5,) * NUMBERS, states,
-        parameters, *norm, signature.dtypes[2],
-    )  # fmt: skip
+        parameters, *norm,
+    )._replace(states=signature.dtypes[2])  # fmt: skip
     joins = str(given.get("connect", "")), str(given.get("added", "")), "currents" in given
     return conv_neuron_problem(conv, int(given["digits"]), neurons, bool(given["keep"]), *joins)
 
