@@ -60,6 +60,7 @@ class Described(NamedTuple):
         has_state, has_parameter: which states are read from memory, and which parameters there are.
         has_norm, has_weight, has_bias: which operands of a batch-norm are given.
         states: dtype of first and last states.
+        operands: dtypes of what is given of bias, batch-norm and parameters: a launch is made for these.
     """
 
     steps: int
@@ -75,6 +76,7 @@ class Described(NamedTuple):
     has_weight: bool
     has_bias: bool
     states: str = "float32"
+    operands: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -124,20 +126,22 @@ def launch_conv_neuron(
         raise InputError(f"{given}: give counts in int8 and a weight in float32, float16 or bfloat16")
     kept = kept_in(state_dtype, counts, states)
     size = Window.of(weight.shape, stride, padding, dilation).output_size(counts.shape[2:])
-    given = tuple(None if one is None else one.shape for one in (bias, mean, var, gamma, beta))
+    by_channel = bias, mean, var, gamma, beta
+    given = tuple(None if one is None else one.shape for one in by_channel)
     record = _record(
         counts.device, counts.shape, weight.shape, weight.stride(), dtype_name(weight), tuple(stride), tuple(padding),
         tuple(dilation), groups, digits, scale, spread, channels_last, steps, eps, tuple(map(float, starts)),
         tuple(map(float, numbers)), step, keep, given, tuple(None if v is None else v.shape for v in states),
         tuple(p.numel() for p in parameters), "" if residual is None else connect,
         "" if added is None else dtype_name(added), currents, kept,
+        tuple(dtype_name(one) for one in (*by_channel, *parameters) if one is not None),
     )  # fmt: skip
     shape = (counts.shape[0] // steps, weight.shape[0], *size)
     check_residual(residual, connect, (steps, *shape))
     check_added(added, weight.dtype, (steps, *shape))
     residual, added = (lying_as_spikes(one, shape, channels_last) for one in (residual, added))
     given_states = [None if v is None else laid_out(v.reshape(shape), channels_last) for v in states]
-    bias, *norm = map(side_by_side, (bias, mean, var, gamma, beta))
+    bias, *norm = map(side_by_side, by_channel)
     spikes, *lasts, made = record(
         to_bytes(counts), weight, bias, *norm, *_filled(given_states, STATES),
         *_filled([side_by_side(p) for p in parameters], PARAMETERS), added, residual,
@@ -156,7 +160,7 @@ def _record(
     scale: float, spread: float, channels_last: bool, steps: int, eps: float, starts: tuple[float, ...],
     numbers: tuple[float, ...], step: str, keep: bool, given: tuple[torch.Size | None, ...],
     states: tuple[torch.Size | None, ...], parameters: tuple[int, ...], connect: str, added: str,
-    currents: bool, kept: torch.dtype,
+    currents: bool, kept: torch.dtype, operands: tuple[str, ...],
 ) -> FusedCall:  # fmt: skip
     window = Window.of(weight_shape, stride, padding, dilation)
     bias, mean, _, gamma, beta = given
@@ -170,7 +174,7 @@ def _record(
         steps, neuron, dtype, eps, _flags([count > 1 for count in parameters], PARAMETERS), filled(starts, STATES),
         filled(numbers, NUMBERS), _flags([v is not None for v in states], STATES),
         _flags([True] * len(parameters), PARAMETERS), mean is not None, gamma is not None, beta is not None,
-        name_of(kept),
+        name_of(kept), operands,
     )  # fmt: skip
     problem = FusedLayer(BinaryConv(conv, digits, strides), neurons, keep, connect, added, currents)
     weight = torch.empty_strided(weight_shape, strides, dtype=getattr(torch, dtype), device="meta")

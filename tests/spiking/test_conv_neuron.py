@@ -163,6 +163,25 @@ def test_states_are_handed_on_in_half_precision(dtype, device):
     assert_same((rest, last, unused), apart)
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_a_layer_is_launched_anew_for_operands_of_another_dtype(device, monkeypatch):
+    """A launch reads what it was compiled for: statistics in float32, as autocast leaves them, are no halves."""
+    from sparsecomp.lowering.launch import dispatch
+    from sparsecomp.lowering.spiking.fused_layer import FusedLayer
+
+    problems, prepared = set(), dispatch.prepared
+    monkeypatch.setattr(dispatch, "prepared", lambda *given: problems.add(given[1]) or prepared(*given))
+    x, weight, bias = sample((4, 32, 4, 3), (40, 32, 3, 3), device)
+    weight, bias = ((8 * one).round().half() / 16 for one in (weight, bias))
+    starts, parameters, *described = neuron_of("by channel", 40, "float32", device)
+    kinds = [(dtype, own) for dtype in (torch.float16, torch.float32) for own in (torch.float16, torch.float32)]
+    for dtype, own in kinds:
+        given = [(8 * one).round().to(own) / 8 for one in parameters]
+        norm = statistics(40, dtype, device)
+        assert_same(*both(x, weight, bias, PLANE, 1, 2, True, 2, norm, [None], (starts, given, *described)))
+    assert len({one for one in problems if isinstance(one, FusedLayer)}) == len(kinds)
+
+
 @pytest.mark.parametrize("linear", [False, True])
 def test_operator(linear):
     """Its schema, fake and strides are as it says; on the CPU it is the operators apart."""
