@@ -94,7 +94,7 @@ WHERE = [
 """Sparse tensor cores, which take several rows, are nowhere but on a GPU."""
 
 
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("device", "format", "rows"), WHERE)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
@@ -114,6 +114,7 @@ def test_kernels_are_the_dense_layers(device, format, rows, dtype, parts, k, act
             assert (one.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm(), (name, place)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("device", "format", "rows"), WHERE)
 def test_nothing_is_multiplied_where_nothing_is_stored(device, format, rows):
     """An infinite or missing input reaches the rows that store something there, and no others."""
