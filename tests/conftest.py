@@ -3,9 +3,9 @@
 Tests keep their tuning results to themselves: what a user's cache holds must not decide what they run.
 
 The quick run leaves out what is marked `slow`. A file of many cases says `pytestmark = pytest.mark.quick_cases(n)`:
-of each of its tests n cases are quick, and the others are slow. Of these, the ones that show no two values of
-parameters together that no other case showed are marked `every_case` as well, if they need no device; all but n where a
-test says `slow_cases(n)`.
+of each of its tests n cases are quick, and the others are slow. Of these, the ones that show no value of a parameter
+that no other case showed are marked `every_case` as well, if they need no device; all but n where a test says
+`slow_cases(n)`.
 
 A rule or an analysis that fails costs a user one site and a warning. Here it fails the test, unless that is marked
 ``fails_inside``.
@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from quick_cases import Choice, covering, pairwise
+from quick_cases import Choice, covering
 from spared_work import spare_work
 
 if not torch.cuda.is_available():
@@ -134,8 +134,8 @@ class _Errors(logging.Handler):
 def _share(cases: list[pytest.Item], quick: int, slow: int | None) -> None:
     """Which cases are quick, which slow, and which of these show nothing new."""
     choices = [_choices(case) for case in cases]
-    first = covering(choices, quick)
-    second = pairwise(choices, first) if slow is None else covering(choices, quick + slow) - first
+    first = set() if cases[0].get_closest_marker("slow") else covering(choices, quick)
+    second = covering(choices, None if slow is None else len(first) + slow) - first
     for number, case in enumerate(cases):
         if number not in first:
             case.add_marker("slow")
