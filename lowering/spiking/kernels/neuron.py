@@ -168,7 +168,10 @@ def neuron_kernel(
         for at in tl.static_range(len(CODE)):
             one = do_instruction(CODE[at][0], values[CODE[at][1]], values[CODE[at][2]], values[CODE[at][3]])
             values = values + (one,)
-        tl.store(spikes_ptr + step * spikes_step + offset, values[SPIKE].to(spikes_ptr.dtype.element_ty), mask=mask)
+        spikes = values[SPIKE]
+        if spikes_ptr.dtype.element_ty == tl.bfloat16:
+            spikes = spikes.to(tl.float32)  # the interpreter has no cast from truth values
+        tl.store(spikes_ptr + step * spikes_step + offset, spikes.to(spikes_ptr.dtype.element_ty), mask=mask)
         if len(AFTER) == 2:
             states = (values[AFTER[0]], values[AFTER[1]])
         else:
