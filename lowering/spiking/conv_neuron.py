@@ -213,10 +213,11 @@ def _representative(signature: KernelSignature) -> FusedLayer:
     conv = conv._replace(n=conv.n // steps * steps)
     names = ("by_channel", "states", "parameters", "norm")
     by_channel, states, parameters, norm = (tuple(one == "y" for one in str(given[name])) for name in names)
+    has_norm, has_weight, has_bias = norm
     neurons = Described(
         steps, neuron_of(str(given["step"])), conv.dtype, 1e-5, by_channel, (0.0,) * STATES, (0.5,) * NUMBERS, states,
-        parameters, *norm,
-    )._replace(states=signature.dtypes[2])  # fmt: skip
+        parameters, has_norm, has_weight, has_bias, signature.dtypes[2],
+    )  # fmt: skip
     joins = str(given.get("connect", "")), str(given.get("added", "")), "currents" in given
     return conv_neuron_problem(conv, int(given["digits"]), neurons, bool(given["keep"]), *joins)
 

@@ -128,6 +128,7 @@ class Steps(nn.Module):
 
 
 @pytest.mark.quick_cases(1)
+@pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("first", range(0, 200, 10))
 def test_random_steps(first: int) -> None:
     sites = []

@@ -58,6 +58,7 @@ def test_each_rival_of_a_case_is_compiled_by_itself(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow(reason="compiles five networks")
+@pytest.mark.every_case
 def test_rows_have_all_rivals_and_say_what_was_fused() -> None:
     calls = [latency.Call(TINY, rival, "default") for rival in latency.rivals(TINY)]
     *_, row = gathered([latency.prepared(call)() for call in calls], ("network", "steps", "batch"))

@@ -39,6 +39,7 @@ def test_all_rivals_of_a_network_are_asked_for_by_themselves(monkeypatch: pytest
 
 
 @pytest.mark.slow(reason="compiles three networks")
+@pytest.mark.every_case
 def test_rows_have_all_rivals() -> None:
     cases = [Case("tiny", "tf32", 2, 2, "default", rival, "cpu") for rival in snn_training.RIVALS]
     *_, row = gathered([snn_training.prepared(case)() for case in cases], ("network", "precision", "steps", "batch"))

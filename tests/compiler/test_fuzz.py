@@ -23,6 +23,7 @@ def quiet(one_thread: None):
 
 
 @pytest.mark.quick_cases(1)
+@pytest.mark.slow_cases(5)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, BATCH))
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs(first: int) -> None:

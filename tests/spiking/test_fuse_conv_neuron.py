@@ -88,6 +88,7 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.slow(reason="the interpreter runs whole networks")
+@pytest.mark.slow_cases(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_random_networks_on_kernels_equal_their_launches_apart(seed):
     """Weights that round, too: bits are those of the kernels apart, whatever the order of sums."""

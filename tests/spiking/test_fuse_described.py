@@ -139,6 +139,7 @@ def test_what_is_added_to_the_current(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow(reason="the interpreter runs whole networks")
+@pytest.mark.slow_cases(4)
 @HALVES
 @pytest.mark.parametrize("seed", range(4))
 def test_networks_on_kernels_equal_their_launches_apart(seed: int, dtype: torch.dtype) -> None:

@@ -466,6 +466,7 @@ def _program(seed: int) -> Program:
 
 
 @pytest.mark.quick_cases(1)
+@pytest.mark.slow_cases(8)
 @pytest.mark.parametrize("first", range(0, 20 * PROGRAMS, PROGRAMS))
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs_keep_their_bits(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
