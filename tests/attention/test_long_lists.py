@@ -54,6 +54,7 @@ CASES = [("shared", 2, 1, (32, 32)), ("shared", 4, 2, (32, 32)), ("heads", 2, 2,
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize(("kind", "heads", "kv_heads", "block"), CASES)
 @pytest.mark.usefixtures("short")
+@pytest.mark.slow_cases(2)
 def test_parts_give_what_whole_lists_give(kind: str, heads: int, kv_heads: int, block: tuple[int, int], device) -> None:
     random = torch.Generator().manual_seed(0)
     shapes = [(2, N, n, depth) for n, depth in ((heads, 16), (kv_heads, 16), (kv_heads, 24), (heads, 24))]

@@ -102,6 +102,7 @@ def decoded(model: torch.nn.Module, step: Callable[..., Tensor], steps: int = 20
 
 
 @pytest.mark.parametrize(("name", "how"), CASES)
+@pytest.mark.slow_cases(2)
 def test_a_step_with_a_static_cache(name: str, how: str) -> None:
     """The position is on its device, that of a sliding window's cache a number of the host's; the mask is computed."""
     torch.manual_seed(0)

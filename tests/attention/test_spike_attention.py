@@ -183,6 +183,7 @@ def test_blocks_that_are_not_listed_are_not_read(device):
     ("dtype", "result", "precision"),
     [("bf16", "bf16", "ieee"), ("fp16", "fp32", "ieee"), ("fp32", "fp32", "tf32x3"), ("fp32", "fp32", "tf32")],
 )
+@pytest.mark.slow_cases(4)
 def test_compiles_to_tensor_cores(capability, dtype, result, precision):
     printed = compile_in_subprocess(
         f"""

@@ -48,6 +48,7 @@ def test_import_takes_under_0_3_seconds_beyond_torch():
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["Options", "Report", "explain", "optimize", "profile", "last_report", "OptionError"])
+@pytest.mark.slow_cases(4)
 def test_public_names_load_on_use_and_are_not_hidden_by_modules(name):
     code = f"""
 import sparsecomp, inspect
@@ -59,6 +60,7 @@ print(name := {name!r}, name in dir(sparsecomp), not inspect.ismodule(getattr(sp
 
 @pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["passes", "runtime", "cache", "distributed", "formats", "nn", "ops", "snn"])
+@pytest.mark.slow_cases(4)
 def test_packages_load_on_use(name):
     code = f"""
 import sys, sparsecomp

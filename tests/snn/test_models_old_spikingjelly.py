@@ -21,6 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("version,package,kind", CASES)
+@pytest.mark.slow_cases(3)
 def test_exact_and_both_layers_on_spikes_are_rewritten(version, package, kind):
     folder = Path(os.environ.get(VARIABLE, "")) / version
     if VARIABLE not in os.environ or not folder.is_dir():

@@ -198,6 +198,7 @@ def test_kernels_compile_for_gpus_that_are_not_there():
     [((1,), 4096, True, "packed copy"), ((8,), 1024, True, "dense copy"), ((1, 2), 12288, True, "packed copy"),
      ((9,), 4096, True, "dense copy"), ((1,), 4096, False, "nm")],
 )  # fmt: skip
+@pytest.mark.slow_cases(3)
 def test_a_layer_that_is_promised_to_stay_is_multiplied_packed(rows, out, frozen, found):
     """As for an H200, run op by op on a CPU."""
     torch.manual_seed(0)

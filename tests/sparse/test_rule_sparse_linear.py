@@ -116,6 +116,7 @@ def test_a_write_to_an_input_matters_between_the_product_and_what_follows(write)
 @pytest.mark.slow(reason="compiles with gradients")
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.slow_cases(5)
 def test_every_format_compiled_with_gradients_sparse_and_dense(format, dense, monkeypatch):
     if dense:
         monkeypatch.setattr(chain, "decide", lambda product: Decision("dense", "dense is faster"))

@@ -290,6 +290,7 @@ def test_optimizers_of_matrices_step(name):
 @pytest.mark.slow(reason="compiles with gradients")
 @pytest.mark.parametrize("format", LAYOUTS)
 @pytest.mark.parametrize("backend", ["sparsecomp", "inductor"])
+@pytest.mark.slow_cases(3)
 def test_compiled_training_and_evaluation_between_steps(format, backend):
     pair = Pair(format)
     eager, pair.sparse = pair.sparse, torch.compile(pair.sparse, backend=backend, fullgraph=True)

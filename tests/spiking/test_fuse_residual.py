@@ -57,6 +57,7 @@ def network(join: Join) -> nn.Module:
 
 
 @pytest.mark.parametrize("join", JOINS)
+@pytest.mark.slow_cases(4)
 def test_bits_equal_eager_over_two_calls(join):
     x = images()
     make, told = JOINS[join]
@@ -78,6 +79,7 @@ def test_bits_equal_eager_over_two_calls(join):
 
 @pytest.mark.slow(reason="the interpreter runs whole networks")
 @pytest.mark.parametrize("join", ["add", "and", "iand"])
+@pytest.mark.slow_cases(3)
 def test_on_kernels_bytes_equal_those_of_launches_apart(join):
     x, found = images(), []
     for disable in ((), (RULE,), (RULE, "byte_sums")):

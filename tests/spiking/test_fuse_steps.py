@@ -238,6 +238,7 @@ NEURONS: dict[str, Callable[[Any], nn.Module]] = {
 
 @pytest.mark.parametrize("steps", [T, pytest.param(70, marks=pytest.mark.slow(reason="traces many steps"))])
 @pytest.mark.parametrize("name", NEURONS)
+@pytest.mark.slow_cases(4)
 def test_a_network_called_step_by_step_becomes_one_of_all_steps(name, steps):
     model = sixteenths(Single(NEURONS[name])).eval()
     calls = [(images(steps, 2, 2, 8, 8, seed=seed),) for seed in range(2)]

@@ -193,6 +193,7 @@ def test_a_partitioner_that_cannot_is_asked_without_marks():
 
 @pytest.mark.slow(reason="compiles a network in two modes")
 @pytest.mark.parametrize("memory", ["auto", "low"])
+@pytest.mark.slow_cases(3)
 def test_networks_learn_through_inductor(memory):
     torch._dynamo.reset()
     eager, x = Net(), torch.rand(4, 2, 3, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -508,6 +508,7 @@ class Random(nn.Module):
 
 @pytest.mark.slow(reason="many compilations")
 @pytest.mark.parametrize("first", range(0, 96, 12))
+@pytest.mark.slow_cases(3)
 def test_random_neurons_have_eagers_spikes_and_gradients(first: int) -> None:
     """But for a threshold that nothing else reads, all are taken."""
     taken = 0

@@ -206,6 +206,7 @@ def _stepped(optimizer: Any, way: str, compiled: Any, scaler: Any) -> None:
 
 @pytest.mark.slow(reason="every optimizer with every write")
 @pytest.mark.parametrize(("name", "way", "write"), _cases())
+@pytest.mark.slow_cases(6)
 def test_compiled_layers_equal_the_formula_after_each_step_and_write(
     name: str, way: str, write: Callable[..., None], trained: Any
 ) -> None:
