@@ -18,7 +18,7 @@ import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.spiking.half_precision import rounding
-from sparsecomp.passes.spiking.neurons_behind import DESCRIBED, idle_readers, is_evaluated, unviewed
+from sparsecomp.passes.spiking.neurons_behind import DESCRIBED, are_steps_of, idle_readers, is_evaluated, unviewed
 from sparsecomp.passes.spiking.operand import attribute
 from sparsecomp.reference.neuron import NUMBERS, PARAMETERS, PLACES, Instruction, Neuron, neuron_of
 from sparsecomp.reference.precision import KERNEL_DTYPES
@@ -51,7 +51,7 @@ def _obstacle(node: fx.Node, op: CanonicalOp, views: list[fx.Node], ctx: Context
     current, before = example_of(node.args[0]), example_of(op.input)
     if current is None or before is None or current.dtype is not before.dtype or before.dtype not in KERNEL_DTYPES:
         return "its shape or dtype is unknown"
-    if current.shape[2:] != before.shape[1:] or current.shape[0] * current.shape[1] != before.shape[0]:
+    if not are_steps_of(current, before):
         return "its channels are not those of the neurons"
     passed = {node, *views, op.node}.union(*map(idle_readers, (*views, op.node)))
     if any(not passed.issuperset(one.users) for one in (*views, op.node)):

@@ -292,6 +292,11 @@ def reshaped(node: fx.Node) -> fx.Node | None:
     return op.input if op is not None and op.has(Trait.ROW_MAJOR) and op.has(Trait.VIEW) else None
 
 
+def are_steps_of(x: torch.Tensor, frames: torch.Tensor) -> bool:
+    """Whether (T, N, C, …) has the sizes of frames (T · N, C, …), apart by steps."""
+    return x.shape[2:] == frames.shape[1:] and x.shape[0] * x.shape[1] == frames.shape[0]
+
+
 def unviewed(node: Any) -> tuple[list[fx.Node], Any]:
     """The nodes, the last first, that give another one in other shapes, as it lies, and that one."""
     views = []

@@ -18,7 +18,7 @@ from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, call
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.spiking.neuron_call import starting_number
-from sparsecomp.passes.spiking.neurons_behind import unviewed
+from sparsecomp.passes.spiking.neurons_behind import are_steps_of, unviewed
 from sparsecomp.passes.spiking.step_norm import is_step_norm, may_move, move_statistics, statistics
 
 
@@ -84,7 +84,7 @@ def norm_ahead(neuron: fx.Node, ctx: Context) -> NormAhead | None:
     first = _between(v, x) if starting_number(v) is not None else ()
     readers = {neuron, *views, *first[-1:]}
     alone = all(readers.issuperset(one.users) for one in (*views, found))
-    same = given.shape[2:] == example.shape[1:] and given.shape[0] * given.shape[1] == example.shape[0]
+    same = are_steps_of(given, example)
     kept = all(is_kept(one, ctx) for one in (*views, found, op.input))
     kept = kept and may_move(op, ctx)
     kept = kept and is_kept(op.get("bias"), ctx, found)  # the neuron reads it, and its backward once more
