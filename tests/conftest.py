@@ -57,6 +57,23 @@ def keeps_precisions():
         cudnn.allow_tf32 = before[2] == "tf32"
 
 
+@pytest.fixture(autouse=True, scope="session")
+def launches_keep_their_dtypes():
+    """A launch that is kept under less than it depends on reads memory as another dtype on a GPU, past Triton. Here
+    each shows that by its tensors, in the interpreter too."""
+    from sparsecomp.lowering.launch.launch import Launch
+
+    def checked(launch: Any, *tensors: torch.Tensor | None) -> None:
+        dtypes = [None if tensor is None else (tensor.dtype, tensor.device) for tensor in tensors]
+        first = launch.__dict__.setdefault("of_first_call", dtypes)
+        assert first == dtypes, f"{launch.kernel} is launched with {dtypes} after {first}"
+        unchecked(launch, *tensors)
+
+    unchecked, Launch.__call__ = Launch.__call__, checked
+    yield
+    Launch.__call__ = unchecked
+
+
 @pytest.fixture
 def one_thread():
     """Small tensors on one thread: where other processes hold the cores, threads wait for one another at each step."""
