@@ -27,6 +27,7 @@ from bench.timing import MODES, guarded, modes_of, time_rivals, wait
 RIVALS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "eager": (None, {}), "spikingjelly memopt": (None, {}), "stock": ("inductor", {}), "sparsecomp": ("sparsecomp", {}),
     "sparsecomp memory low": ("sparsecomp", {"memory": "low"}),
+    "sparsecomp neurons fuse": ("sparsecomp", {"neurons": "fuse"}),
 }  # fmt: skip
 """What compiles the network, and its options; spikingjelly's memory-saving training runs eagerly."""
 HANDWRITTEN = ("handwritten", "handwritten_bn")
@@ -38,6 +39,8 @@ NETWORKS = {
 PRECISIONS = ("tf32", "amp", "fp32")
 STEPS = 4
 TURNS = 3
+_OF_LIBRARY = ("spikingjelly memopt", "sparsecomp neurons fuse")
+"""Not of a network that is written by hand: none of the library's neurons is there, and its own are always fused."""
 _BLOCKS = ("BasicBlock", "SpikformerBlock")
 
 
@@ -85,7 +88,7 @@ def run(
         for name, precision, count in itertools.product(names, precisions, steps)
         for batch in batches or NETWORKS[name][:1]
         for mode, rival in itertools.product(modes, RIVALS)
-        if name not in HANDWRITTEN or rival != "spikingjelly memopt"  # none of its neurons is there
+        if name not in HANDWRITTEN or rival not in _OF_LIBRARY
     ]
     found = measured(prepared, cases, min(workers, len(cases)), batch=1, threads=threads, turns=TURNS)
     for row in gathered(found, ("network", "precision", "steps", "batch")):
