@@ -16,7 +16,8 @@ import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Refusal, Rule, Verdict, Why, call
 from sparsecomp.passes.facts.spike_sources import RESIDUAL
 from sparsecomp.passes.graph.canonicalize import example_of, op_of, target_name
-from sparsecomp.passes.spiking.neurons_behind import idle_readers, lie_alike, unviewed
+from sparsecomp.passes.spiking.lying import lie_alike
+from sparsecomp.passes.spiking.neurons_behind import idle_readers, unviewed
 
 _LAYERS = (torch.ops.sparsecomp.conv_lif.default, torch.ops.sparsecomp.conv_neuron.default)
 _SPIKES, *_OTHERS = range(4)

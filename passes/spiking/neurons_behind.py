@@ -15,6 +15,7 @@ from sparsecomp.passes.cost.conv_neuron import Behind
 from sparsecomp.passes.engine.rule import Context
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, dtype_of, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.lying import lie_alike
 from sparsecomp.passes.spiking.widened import in_bytes, widened_from
 from sparsecomp.reference.geometry import is_channels_last
 from sparsecomp.reference.neuron import ROUNDINGS, Neuron, neuron_of
@@ -230,12 +231,6 @@ def _layout_obstacle(between: Between, readers: set[fx.Node]) -> str | None:
     if not between.others(readers) or lie_alike(given, out.reshape(given.shape)):
         return None
     return "somebody else reads its result, which lies in another order"
-
-
-def lie_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape have the same strides, where these count."""
-    of_several = [dim for dim, size in enumerate(a.shape) if size != 1]
-    return all(a.stride(dim) == b.stride(dim) for dim in of_several)
 
 
 def _between_obstacle(between: Between, readers: set[fx.Node], ctx: Context) -> str | None:

@@ -24,6 +24,7 @@ from sparsecomp.passes.facts.equal import equal_calls
 from sparsecomp.passes.facts.repeats import Flow, OneStep, flow_from
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.lying import permuted
 from sparsecomp.passes.spiking.neuron_call import NEURON_CALLS
 from sparsecomp.passes.spiking.step_norm import each_normalised, is_step_norm, may_move
 
@@ -201,13 +202,9 @@ def _repeated(node: fx.Node, one: fx.Node, step: OneStep) -> fx.Node:
     if in_order and example.shape[dim] == times and all(map(_takes_strides, node.users)):
         return call(node.graph, node, torch.Tensor.flatten, made, dim, dim + 1)
     apart = [index for one in order for index in ((dim, dim + 1) if one == dim else (one + (one > dim),))]
-    made = call(node.graph, node, torch.Tensor.contiguous, _permuted(node, made, apart))
+    made = call(node.graph, node, torch.Tensor.contiguous, permuted(made, apart, node))
     made = call(node.graph, node, torch.Tensor.flatten, made, at, at + 1)
-    return _permuted(node, made, [order.index(index) for index in range(rank)])
-
-
-def _permuted(node: fx.Node, value: fx.Node, order: list[int]) -> fx.Node:
-    return value if order == sorted(order) else call(node.graph, node, torch.Tensor.permute, value, order)
+    return permuted(made, [order.index(index) for index in range(rank)], node)
 
 
 def _takes_strides(reader: fx.Node) -> bool:

@@ -25,6 +25,7 @@ from sparsecomp.passes.graph.canonicalize import dtype_of, example_of, numel_of,
 from sparsecomp.passes.graph.operators import Trait
 from sparsecomp.passes.spiking.exact_roundings import holds, without_exact_roundings
 from sparsecomp.passes.spiking.half_precision import rounding
+from sparsecomp.passes.spiking.lying import laid_as
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS
 from sparsecomp.passes.spiking.neuron_step import NoNeuron, NoSurrogate, Steps
 from sparsecomp.passes.spiking.neurons_behind import behind_described
@@ -485,7 +486,7 @@ def _build(found: _Found) -> Mapping[fx.Node, fx.Node]:
     for node, join in found.joins.items():
         with node.graph.inserting_before(node):
             replaced[node] = _joined(node, join, spikes, found)
-    return replaced
+    return {node: laid_as(made, node) for node, made in replaced.items()}
 
 
 def _is_read_alone(spikes: fx.Node, found: _Found) -> bool:

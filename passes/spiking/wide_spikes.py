@@ -12,7 +12,8 @@ from torch import fx
 import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, call
 from sparsecomp.passes.graph.canonicalize import example_of
-from sparsecomp.passes.spiking.neurons_behind import DESCRIBED, idle_readers, lie_alike
+from sparsecomp.passes.spiking.lying import lie_alike
+from sparsecomp.passes.spiking.neurons_behind import DESCRIBED, idle_readers
 from sparsecomp.passes.spiking.widened import widened_from
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
