@@ -16,6 +16,7 @@ import sparsecomp.ops  # noqa: F401  (registers the operator)
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse
 from sparsecomp.passes.graph.canonicalize import CanonicalOp, example_of, op_of
 from sparsecomp.passes.graph.operators import Trait
+from sparsecomp.passes.spiking.lying import laid_as
 from sparsecomp.passes.spiking.neuron_call import (
     MAX_STEPS,
     NEURON_CALLS,
@@ -145,4 +146,4 @@ def _build(
     for item in node.users:
         part = emit(operator.getitem, both, item.args[1])
         results[item] = emit(torch.Tensor.to, part, torch.float32) if item.args[1] == SPIKES else part
-    return results
+    return {item: laid_as(made, item) for item, made in results.items()}

@@ -19,6 +19,7 @@ from sparsecomp.passes.engine.ordered import is_kept
 from sparsecomp.passes.engine.rule import Context, Plan, Rule, Verdict, Why, call, refuse, replays
 from sparsecomp.passes.graph.canonicalize import example_of, op_of
 from sparsecomp.passes.spiking.half_precision import rounding
+from sparsecomp.passes.spiking.lying import laid_as
 from sparsecomp.passes.spiking.neuron_call import MAX_STEPS, NEURON_CALLS, arguments, gives_more, starting_number
 from sparsecomp.passes.spiking.neurons_behind import unviewed
 from sparsecomp.passes.spiking.norm_ahead import NormAhead, norm_ahead
@@ -95,7 +96,8 @@ def _build(
     state = v if start is None else None
     target = torch.ops.sparsecomp.trained_neuron.default
     made = call(node.graph, node, target, x, [state], [start or 0.0], rate, numbers, step, times)
-    return {user: call(node.graph, node, operator.getitem, made, user.args[1]) for user in node.users}
+    items = {user: call(node.graph, node, operator.getitem, made, user.args[1]) for user in node.users}
+    return {user: laid_as(item, user) for user, item in items.items()}
 
 
 def _seen(x: Any, like: fx.Node) -> tuple[Any, int]:

@@ -1,4 +1,4 @@
-"""Spikes and states of a hand-written loop lie as eager's, whose views a program may take."""
+"""Spikes and states of neurons lie as eager's, whose views a program may take."""
 
 from typing import Any
 
@@ -19,15 +19,14 @@ INPUTS = {
 }  # fmt: skip
 
 
-def held(run: Any, x: Tensor) -> Any:
-    """The report of what a rewrite gives with eager's numbers, lying as eager's."""
+def held(run: Any, x: Tensor, rule: str = "unrolled_neurons") -> None:
+    """What a rule makes of it gives eager's numbers, lying as eager's."""
     found, report = rewritten(run, x, neurons="fuse", implementation="auto", strict=True)
     for one, other in zip(found, run(x), strict=True):
         assert torch.equal(one, other) and one.dtype is other.dtype
         strides = [[given.stride(dim) for dim, size in enumerate(given.shape) if size > 1] for given in (one, other)]
         assert strides[0] == strides[1]
-    assert site(report, "unrolled_neurons").rewritten
-    return report
+    assert site(report, rule).rewritten
 
 
 @pytest.mark.parametrize("graded", [False, True])
@@ -48,3 +47,19 @@ def test_steps_that_lie_otherwise_than_what_joins_them(join: Any) -> None:
     run = loop(lambda x, v: v * 0.5 + x, lambda h: (h >= 0.7).to(h), lambda h, s: h - s, join=join)
     with torch.no_grad():
         held(run, INPUTS["transposed"]())
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("kind", ["LIFNode", "ParametricLIFNode"])
+@pytest.mark.parametrize("name", ["transposed", "images"])
+def test_results_of_the_library_s_neurons_lie_as_eagers(name: str, kind: str, graded: bool) -> None:
+    pytest.importorskip("spikingjelly._ops.lif")
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    node = getattr(neuron, kind)(step_mode="m")
+
+    def run(x: Tensor) -> Any:
+        node.reset()
+        return node(x), node.v
+
+    with torch.set_grad_enabled(graded):
+        held(run, INPUTS[name]().requires_grad_(graded), "train_neurons" if graded else "fuse_neurons")
