@@ -38,6 +38,7 @@ from sparsecomp.reference.neuron import (
     ROUNDINGS,
     STATES,
     Neuron,
+    described,
     kept_in,
     neuron_of,
     neuron_reference,
@@ -169,7 +170,7 @@ def _record(
     wrong = [count for count in parameters if count not in (1, conv.k)]
     if wrong:
         raise InputError(f"parameters of {wrong} numbers: give one, or one for each of {conv.k} channels")
-    neuron = neuron_of(step)
+    neuron = described(step, states, starts, parameters, numbers)
     neurons = Described(
         steps, neuron, dtype, eps, _flags([count > 1 for count in parameters], PARAMETERS), filled(starts, STATES),
         filled(numbers, NUMBERS), _flags([v is not None for v in states], STATES),

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import InputError
 from sparsecomp.lowering.cache.signature import Device, KernelSignature
 from sparsecomp.lowering.launch import dispatch
 from sparsecomp.lowering.launch.strided import dtype_name, name_of, random_tensor, side_by_side, strided
@@ -18,6 +17,7 @@ from sparsecomp.reference.neuron import (
     STATES,
     Instruction,
     Neuron,
+    checked,
     kept_in,
     neuron_of,
     neuron_reference,
@@ -101,6 +101,7 @@ def launch_neuron(
     spike_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """See `sparsecomp.ops.neuron`."""
+    checked(x, states, starts, parameters, numbers, step)
     kept = kept_in(state_dtype, x, states)
     last = [torch.empty_like(x[0], dtype=kept) for _ in states] if keep else []
     spikes = spikes_like(x, spike_dtype)
@@ -114,6 +115,7 @@ def launch_trained(
     numbers: Sequence[float], step: str,
 ) -> list[Tensor]:  # fmt: skip
     """See `sparsecomp.ops.trained_neuron`."""
+    checked(x, states, starts, parameters, numbers, step)
     spikes, last = torch.empty_like(x), [torch.empty_like(x[0], dtype=torch.float32) for _ in states]
     _launch(x, states, starts, parameters, numbers, step, spikes, last)
     return [spikes, *last]
@@ -154,9 +156,9 @@ def problem_of(
     numbers: Sequence[float], step: str, spikes: Tensor, keep: bool,
 ) -> Neurons:  # fmt: skip
     """The problem of such operands, of which a step is one dense block of memory."""
-    shape, strides = x.shape[1:], x.stride()[1:]
+    strides = x.stride()[1:]
     return Neurons(
-        x[0].numel(), x.stride(0), spikes.stride(0), tuple(_axis(p, shape, strides) for p in parameters),
+        x[0].numel(), x.stride(0), spikes.stride(0), tuple(_axis(p, strides) for p in parameters),
         filled(starts, STATES), filled(numbers, NUMBERS), x.shape[0], neuron_of(step),
         tuple(v is not None for v in states), tuple(p is not None for p in parameters), keep, dtype_name(spikes),
         dtype_name(x), parameters=tuple(dtype_name(p) for p in parameters if p is not None),
@@ -175,21 +177,12 @@ def lying_as(v: Tensor, like: Tensor) -> Tensor:
     return v if same else torch.empty_like(like, dtype=v.dtype).copy_(v)
 
 
-def _axis(parameter: Tensor | None, shape: Sequence[int], strides: Sequence[int]) -> Axis:
-    """Along which dimension of the state a parameter has several elements, which lie one behind the other.
-
-    Raises:
-        InputError: a parameter of which a kernel would read other elements, or past the end.
-    """
+def _axis(parameter: Tensor | None, strides: Sequence[int]) -> Axis:
+    """Along which dimension of the state a parameter has several elements, which lie one behind the other."""
     if parameter is None or parameter.numel() == 1:
         return _ONE
-    several = [index for index, size in enumerate(reversed(parameter.shape)) if size != 1]
-    dim = several[0]
-    if len(several) > 1 or dim >= len(shape) or parameter.numel() != shape[len(shape) - 1 - dim]:
-        raise InputError(
-            f"a parameter is {tuple(parameter.shape)}, needs one number, or those of one dimension of {tuple(shape)}"
-        )
-    return Axis(parameter.numel(), strides[len(shape) - 1 - dim])
+    (dim,) = (index - parameter.dim() for index, size in enumerate(parameter.shape) if size != 1)
+    return Axis(parameter.numel(), strides[dim])
 
 
 def filled(numbers: Sequence[float], count: int) -> tuple[float, ...]:

@@ -181,6 +181,54 @@ def neuron_of(text: str) -> Neuron:
         ) from None
 
 
+def described(
+    step: str, states: Sequence[Any], starts: Sequence[float], parameters: Sequence[Any], numbers: Sequence[float]
+) -> Neuron:  # fmt: skip
+    """The neuron that a text describes, with as much given as it reads.
+
+    Raises:
+        InputError: `step` describes none, or more or less is given than it has states, or there is room for.
+    """
+    neuron = neuron_of(step)
+    if not len(neuron.states) == len(states) == len(starts):
+        raise InputError(
+            f"{len(states)} first states and {len(starts)} starts; {step!r} has {len(neuron.states)} states: "
+            "give as many of both, of states None for its start everywhere"
+        )
+    if len(parameters) > PARAMETERS or len(numbers) > NUMBERS:
+        given = f"{len(parameters)} parameters and {len(numbers)} numbers"
+        raise InputError(f"{given}; a description has room for {PARAMETERS} and {NUMBERS}")
+    return neuron
+
+
+def checked(
+    x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float], parameters: Sequence[Tensor],
+    numbers: Sequence[float], step: str,
+) -> Neuron:  # fmt: skip
+    """The same of neurons that are given x.
+
+    Raises:
+        InputError: besides, a state or parameter does not fit a time step, or there is none.
+    """
+    neuron = described(step, states, starts, parameters, numbers)
+    if not x.dim() or x.shape[0] < 1 or x.is_complex():
+        raise InputError(f"x is {x.dtype} {tuple(x.shape)}; needed are real numbers (T, …) of one time step and more")
+    shape = x.shape[1:]
+    wrong = [tuple(v.shape) for v in states if v is not None and not _fits(v.shape, shape, len(shape))]
+    if wrong:
+        raise InputError(f"a first state is {wrong[0]}, needs the shape of a time step, {tuple(shape)}")
+    wrong = [tuple(one.shape) for one in parameters if not _fits(one.shape, shape, 1)]
+    if wrong:
+        raise InputError(f"a parameter is {wrong[0]}, needs one number, or those of one dimension of {tuple(shape)}")
+    return neuron
+
+
+def _fits(given: torch.Size, shape: torch.Size, most: int) -> bool:
+    """Whether a shape broadcasts to another, with several elements along so many dimensions at most."""
+    several = [dim - len(given) for dim, size in enumerate(given) if size != 1]
+    return len(several) <= most and len(given) <= len(shape) and all(given[dim] == shape[dim] for dim in several)
+
+
 def neuron_reference(
     x: Tensor,
     states: Sequence[Tensor | None],
@@ -193,9 +241,9 @@ def neuron_reference(
     spike_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each step in plain torch, operation by operation; see `sparsecomp.ops.neuron`."""
-    kept = kept_in(state_dtype, x, states)
+    neuron, kept = checked(x, states, starts, parameters, numbers, step), kept_in(state_dtype, x, states)
     spikes, x = spikes_like(x, spike_dtype), x.to(accumulator(x.dtype))
-    neuron, like, fixed = neuron_of(step), x[0], unchanging(x, parameters, numbers)
+    like, fixed = x[0], unchanging(x, parameters, numbers)
     now: list[Any] = [
         torch.full_like(like, start) if given is None else given.to(like.dtype)
         for given, start in zip(states, starts, strict=True)
@@ -263,7 +311,7 @@ def trained_reference(
     step: str,
 ) -> tuple[Tensor, ...]:
     """Spikes, in the dtype of x, and last states, through which torch differentiates as often as it is asked to."""
-    neuron, currents = neuron_of(step), x.to(accumulator(x.dtype))
+    neuron, currents = checked(x, states, starts, parameters, numbers, step), x.to(accumulator(x.dtype))
     fixed, like = unchanging(currents, parameters, numbers), currents[0]
     now: list[Any] = [
         torch.full_like(like, start) if given is None else given

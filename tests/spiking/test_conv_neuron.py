@@ -5,6 +5,7 @@ import torch
 from compile_kernel import compile_in_subprocess
 from kernel_devices import KERNEL_DEVICES
 from test_conv_lif import JOINED, LAYERS, PLANE, assert_same, sample
+from torch.utils._pytree import tree_map_only
 
 from sparsecomp import ops
 from sparsecomp.errors import InputError
@@ -238,6 +239,32 @@ def test_operands_that_do_not_fit_are_errors(device, changed, told):
             x, weight, bias.half(), *PLANE, 1, 2, 1.0, SPREAD, True, changed.get("steps", 4),
             *norm, EPS, [state], starts, parameters, numbers, changed.get("step", step), True, None, "add", added,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [*KERNEL_DEVICES, "meta"])
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"states": [None] * 3, "starts": [0.0] * 3}, "has 1 states: give as many of both"),
+        ({"states": [], "starts": []}, "has 1 states: give as many of both"), ({"start": 3}, "not those of a step"),
+        ({"parameters": 7}, "7 parameters"), ({"numbers": [0.5] * 9}, "9 numbers"), ({"step": "x"}, "no neuron"),
+    ],
+)  # fmt: skip
+def test_more_or_less_than_a_description_has_is_the_same_error_everywhere(device, changed, told):
+    """A fake that gives more results than there are would end the process."""
+    from sparsecomp.lowering.spiking.conv_neuron import launch_conv_neuron
+
+    x, weight, _ = sample((8, 16, 5, 4), (24, 16, 3, 3), "cpu")
+    states = changed.get("states", [torch.zeros(changed.get("start", 2), 24, 5, 4)])
+    layer, norm = (x, weight, None, *PLANE, 1, 2, 1.0, SPREAD, True, 4), (None, None, None, None, 0.0)
+    args = [
+        *layer, *norm, states, changed.get("starts", [0.0]), [torch.ones(1)] * changed.get("parameters", 0),
+        changed.get("numbers", [0.5, 0.5, 1.0]), changed.get("step", PLAIN), True,
+    ]  # fmt: skip
+    given = tree_map_only(torch.Tensor, lambda one: one.to(device), args)
+    for run in (ops.conv_neuron, *([launch_conv_neuron] if device != "meta" else [])):
+        with pytest.raises(InputError, match=told):
+            run(*given)
 
 
 KERNEL_TYPES = """

@@ -318,3 +318,43 @@ def test_states_of_another_dtype_are_an_error(state: torch.dtype, asked: Any, to
         given = x.to(place), [x[0].to(place, state)], [0.0], [], [0.3, 0.7, 1.0], LEAKY, True, asked
         with pytest.raises(InputError, match=told):
             run(*given)
+
+
+MISFITS: dict[str, tuple[dict[str, Any], str]] = {
+    "no step": ({"x": torch.zeros(0, 4, 5)}, "needed are real numbers"),
+    "a number": ({"x": torch.tensor(1.0)}, "needed are real numbers"),
+    "complex": ({"x": torch.zeros(3, 4, 5, dtype=torch.complex64)}, "needed are real numbers"),
+    "no states": ({"states": [], "starts": []}, "has 1 states: give as many of both"),
+    "three states": ({"states": [None] * 3, "starts": [0.0] * 3}, "has 1 states: give as many of both"),
+    "no starts": ({"starts": []}, "has 1 states: give as many of both"),
+    "a state of several steps": ({"states": [torch.zeros(2, 4, 5)]}, "a first state is \\(2, 4, 5\\), needs the shape"),
+    "a state of another step": ({"states": [torch.zeros(3, 5)]}, "a first state is \\(3, 5\\), needs the shape"),
+    "a parameter of two dimensions": ({"parameters": [torch.zeros(4, 5)]}, "a parameter is \\(4, 5\\), needs one"),
+    "parameters": ({"parameters": [torch.zeros(5)] * 7}, "7 parameters and 3 numbers; a description has room for 6"),
+    "numbers": ({"numbers": [0.5] * 9}, "0 parameters and 9 numbers; a description has room for 6 and 8"),
+    "a text": ({"step": "spike x"}, "describes no neuron"),
+}  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_does_not_fit_is_the_same_error_everywhere(name: str) -> None:
+    """Before anything is launched, which would read and write past the end."""
+    changed, told = MISFITS[name]
+    given = {"x": torch.zeros(3, 4, 5), "states": [None], "starts": [0.0], "parameters": [], "numbers": [0.3, 0.7, 1.0]}
+    args = [*{**given, "step": LEAKY, **changed}.values()]
+    for operator, more in ((torch.ops.sparsecomp.neuron, [True]), (torch.ops.sparsecomp.trained_neuron, [1])):
+        for run in (operator.default, operator.default.direct_cuda):
+            with pytest.raises(InputError, match=told):
+                run(*args, *more)
+        with pytest.raises(InputError, match=told):
+            operator.default(*on("meta", args), *more)
+
+
+@interpreted
+def test_doubles_are_computed_in_doubles_where_there_is_no_kernel_for_them() -> None:
+    x = sample().double()
+    args = x, [None], [0.0], [], [0.3, 0.7, 1.0], LEAKY, True
+    expected, found = ops.neuron(*args), torch.ops.sparsecomp.neuron.default.direct_cuda(*args)
+    assert all(map(torch.equal, found, expected)) and found[1].dtype is torch.float64
+    assert not torch.equal(found[1], found[1].float().double())

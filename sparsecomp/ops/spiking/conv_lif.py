@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, implement, library
-from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes
+from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes, of_a_step
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.layer_current import joined_current
@@ -84,7 +84,8 @@ def conv_lif(
         spikes, as sums and products of int8 are.
 
     Raises:
-        InputError: a residual, or something to add, of another dtype or shape, or an unknown `connect`.
+        InputError: a residual, or something to add, of another dtype or shape, first membranes of another number, or
+            an unknown `connect`.
     """
     return torch.ops.sparsecomp.conv_lif.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
@@ -104,7 +105,7 @@ def _reference(
     check_added(added, weight.dtype, current.shape)
     current = joined_current(current, mean, var, gamma, beta, eps, added)
     neuron = (None, None, None, None, eps, charge, tau, rate, decay_input, threshold, reset)
-    v = None if v is None else v.reshape(current.shape[1:])  # of a linear layer it has no pixels
+    v = of_a_step(v, current.shape[1:])
     check_residual(residual, connect, current.shape)
     spikes, last = lif_reference(current, v, v0, *neuron)
     if residual is not None:
@@ -124,6 +125,7 @@ def _fake(
     connect="add", added=None, currents=False,
 ):  # fmt: skip
     spikes = fake_spikes(counts, weight, stride, padding, dilation, channels_last, steps, residual, connect, added)
+    of_a_step(v, spikes.shape[1:])
     last = torch.empty_like(spikes[0], dtype=torch.float32) if keep else weight.new_empty(0)
     return spikes, last, fake_currents(spikes, weight, currents)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from sparsecomp.ops.library import TAGS, implement, library
-from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes
+from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes, of_a_step
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.layer_current import joined_current
-from sparsecomp.reference.neuron import STATES, kept_in, neuron_reference
+from sparsecomp.reference.neuron import STATES, described, kept_in, neuron_reference
 
 library.define(
     "conv_neuron(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
@@ -89,7 +89,7 @@ def conv_neuron(
 
     Raises:
         InputError: a residual, or something to add, or a state, of another dtype or shape, an unknown `connect`, or a
-            `step` that describes no neuron.
+            `step` that describes no neuron, or other ones than what is given.
     """
     return torch.ops.sparsecomp.conv_neuron.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
@@ -103,13 +103,14 @@ def _reference(
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
     added=None, currents=False, state_dtype=None,
 ):  # fmt: skip
+    described(step, states, starts, parameters, numbers)
     sums = reference_counts(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
     check_residual(residual, connect, sums.shape)
     check_added(added, weight.dtype, sums.shape)
     current = joined_current(sums, mean, var, gamma, beta, eps, added)
-    states = [None if v is None else v.reshape(current.shape[1:]) for v in states]
+    states = [of_a_step(v, current.shape[1:]) for v in states]
     trailing = (-1, *[1] * (current.dim() - 3))
     parameters = [one.reshape(trailing) for one in parameters]
     spikes, *lasts = neuron_reference(current.float(), states, starts, parameters, numbers, step, keep, state_dtype)
@@ -129,8 +130,9 @@ def _fake(
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
     added=None, currents=False, state_dtype=None,
 ):  # fmt: skip
+    described(step, states, starts, parameters, numbers)
     spikes = fake_spikes(counts, weight, stride, padding, dilation, channels_last, steps, residual, connect, added)
-    kept = kept_in(state_dtype, spikes, states)
+    kept = kept_in(state_dtype, spikes, [of_a_step(v, spikes.shape[1:]) for v in states])
     lasts = [torch.empty_like(spikes[0], dtype=kept) for _ in states] if keep else []
     unused = (spikes.new_empty(0, dtype=kept) for _ in range(STATES - len(lasts)))
     return spikes, *lasts, *unused, fake_currents(spikes, weight, currents)

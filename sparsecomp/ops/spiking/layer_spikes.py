@@ -1,10 +1,12 @@
 """What a layer and its neurons in one operator give, before it is computed."""
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import InputError
 from sparsecomp.reference.connect import check_added, check_residual
 from sparsecomp.reference.geometry import Window, laid_out
 
@@ -25,6 +27,17 @@ def fake_spikes(
     check_residual(residual, connect, spikes.shape)
     check_added(added, weight.dtype, spikes.shape)
     return spikes
+
+
+def of_a_step(v: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """A first state (N, K, …), or (N, K) for maps of one pixel, in the first of these shapes.
+
+    Raises:
+        InputError: it has another number of elements.
+    """
+    if v is not None and v.numel() != prod(shape):
+        raise InputError(f"membranes {tuple(v.shape)} are not those of a step: {tuple(shape)}")
+    return None if v is None else v.reshape(shape)
 
 
 def fake_currents(spikes: Tensor, weight: Tensor, currents: bool) -> Tensor:

@@ -13,6 +13,7 @@ from sparsecomp.errors import InputError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference.neuron import (
     STATES,
+    checked,
     kept_in,
     neuron_of,
     neuron_reference,
@@ -70,7 +71,8 @@ def neuron(
         `x[0]`; states that there are not, or that are not asked for, are of no elements.
 
     Raises:
-        InputError: `step` describes no neuron, a first state is not of `state_dtype`, or a dtype has no kernel.
+        InputError: `step` describes no neuron, what is given does not fit it or a time step, a first state is not of
+            `state_dtype`, or a dtype has no kernel.
     """
     return torch.ops.sparsecomp.neuron.default(
         x, list(states), list(starts), list(parameters), list(numbers), step, keep, state_dtype, spike_dtype
@@ -80,10 +82,13 @@ def neuron(
 def _cuda(x, states, starts, parameters, numbers, step, keep, state_dtype=None, spike_dtype=None):
     from sparsecomp.lowering.spiking import neuron as neurons  # loads Triton
 
+    if x.dtype not in KERNEL_DTYPES:
+        return neuron_reference(x, states, starts, parameters, numbers, step, keep, state_dtype, spike_dtype)
     return neurons.launch_neuron(x, states, starts, parameters, numbers, step, keep, state_dtype, spike_dtype)
 
 
 def _fake(x, states, starts, parameters, numbers, step, keep, state_dtype=None, spike_dtype=None):
+    checked(x, states, starts, parameters, numbers, step)
     like = torch.empty_like(x[0], dtype=kept_in(state_dtype, x, states))
     last = [torch.empty_like(like) for _ in states] if keep else []
     return spikes_like(x, spike_dtype), *last, *(like.new_empty(0) for _ in range(STATES - len(last)))
@@ -113,7 +118,8 @@ def trained_neuron(
         elements where there is no such state.
 
     Raises:
-        InputError: `step` describes no neuron, or `times` is not 1 and x is of several steps.
+        InputError: `step` describes no neuron, what is given does not fit it or a time step, or `times` is not 1 and x
+            is of several steps.
     """
     return torch.ops.sparsecomp.trained_neuron.default(
         x, list(states), list(starts), list(parameters), list(numbers), step, times
@@ -151,6 +157,7 @@ def _cuda_trained(x, states, starts, parameters, numbers, step, times):
 
 def _fake_trained(x, states, starts, parameters, numbers, step, times):
     x = _all_steps(x, times)
+    checked(x, states, starts, parameters, numbers, step)
     like = torch.empty_like(x[0], dtype=accumulator(x.dtype))
     return _three(x, [torch.empty_like(x), *(torch.empty_like(like) for _ in states)])
 
