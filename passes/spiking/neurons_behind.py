@@ -122,12 +122,17 @@ def between_of(neurons: fx.Node, is_layer: Callable[[fx.Node], bool]) -> Between
     described = neurons.target is DESCRIBED
     views, given = unviewed(x)
     cast = op_of(given) if isinstance(given, fx.Node) and described else None
-    if cast is not None and cast.has(Trait.CAST) and not cast.inplace and dtype_of(cast.input) in ROUNDINGS.values():
+    if cast is not None and cast.has(Trait.CAST) and not cast.inplace and _rounds_nothing(cast):
         x, views = cast.input, [*views, cast.node]
     else:
         views = []
     has_norm = not described and neurons.args[3] is not None
     return next(_ways(x, Between(neurons, tuple(views)), is_layer, has_norm), None)
+
+
+def _rounds_nothing(cast: CanonicalOp) -> bool:
+    before = dtype_of(cast.input)
+    return before in ROUNDINGS.values() and dtype_of(cast.node) in (before, torch.float32)
 
 
 def leads_to(x: Any, is_layer: Callable[[fx.Node], bool]) -> Between | None:

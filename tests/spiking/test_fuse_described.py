@@ -74,6 +74,41 @@ class Loop(nn.Module):
         return torch.stack(out), v
 
 
+class Cast(Loop):
+    """Neurons of another dtype than the layer's, whose results are numbers that bfloat16 does not hold."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(0.5, linear=True)
+        self.cast = dtype
+
+    def forward(self, x: Tensor) -> Any:
+        v, out = torch.zeros(x.shape[1:], dtype=self.cast), []
+        for current in self.layer((x > 0.5).to(x.dtype).flatten(0, 1)).unflatten(0, x.shape[:2]).to(self.cast):
+            v = self.decay * v + current
+            out.append((v > 0.5).to(v.dtype))
+            v = v * (1 - out[-1])
+        return torch.stack(out), v
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cast", "fused"),
+    [
+        (torch.float16, torch.bfloat16, False), (torch.bfloat16, torch.float16, False),
+        (torch.float16, torch.float32, True), (torch.float16, torch.float16, True),
+    ],
+)  # fmt: skip
+def test_a_cast_that_rounds_is_not_skipped(dtype: torch.dtype, cast: torch.dtype, fused: bool) -> None:
+    def make() -> nn.Module:
+        model = dyadic(Cast(cast))
+        nn.init.constant_(model.layer.bias, 0.5 + 2.0**-10)
+        return model.to(dtype)
+
+    x = torch.rand(4, 2, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    report = compared(make, x)
+    judged = [one.rewritten for one in report.sites if one.rule == RULE]
+    assert site(report, WRITTEN).rewritten and judged == [True] * fused
+
+
 LOOPS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
     "a number": (lambda: Loop(0.5), (6, 6), True),
     "a number a channel": (lambda: Loop(torch.arange(8).view(8, 1, 1) / 8), (6, 6), True),
