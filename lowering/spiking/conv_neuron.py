@@ -38,10 +38,10 @@ from sparsecomp.reference.neuron import (
     ROUNDINGS,
     STATES,
     Neuron,
-    described,
     kept_in,
     neuron_of,
     neuron_reference,
+    neuron_with,
 )
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -170,7 +170,7 @@ def _record(
     wrong = [count for count in parameters if count not in (1, conv.k)]
     if wrong:
         raise InputError(f"parameters of {wrong} numbers: give one, or one for each of {conv.k} channels")
-    neuron = described(step, states, starts, parameters, numbers)
+    neuron = neuron_with(step, states, starts, parameters, numbers)
     neurons = Described(
         steps, neuron, dtype, eps, _flags([count > 1 for count in parameters], PARAMETERS), filled(starts, STATES),
         filled(numbers, NUMBERS), _flags([v is not None for v in states], STATES),

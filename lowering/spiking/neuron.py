@@ -17,8 +17,8 @@ from sparsecomp.reference.neuron import (
     STATES,
     Instruction,
     Neuron,
-    checked,
     kept_in,
+    neuron_given,
     neuron_of,
     neuron_reference,
     spikes_like,
@@ -101,7 +101,7 @@ def launch_neuron(
     spike_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """See `sparsecomp.ops.neuron`."""
-    checked(x, states, starts, parameters, numbers, step)
+    neuron_given(x, states, starts, parameters, numbers, step)
     kept = kept_in(state_dtype, x, states)
     last = [torch.empty_like(x[0], dtype=kept) for _ in states] if keep else []
     spikes = spikes_like(x, spike_dtype)
@@ -115,7 +115,7 @@ def launch_trained(
     numbers: Sequence[float], step: str,
 ) -> list[Tensor]:  # fmt: skip
     """See `sparsecomp.ops.trained_neuron`."""
-    checked(x, states, starts, parameters, numbers, step)
+    neuron_given(x, states, starts, parameters, numbers, step)
     spikes, last = torch.empty_like(x), [torch.empty_like(x[0], dtype=torch.float32) for _ in states]
     _launch(x, states, starts, parameters, numbers, step, spikes, last)
     return [spikes, *last]

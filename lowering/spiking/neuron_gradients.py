@@ -20,7 +20,7 @@ from sparsecomp.lowering.spiking.neuron import (
     problem_of,
 )
 from sparsecomp.lowering.tuning.template import Operation
-from sparsecomp.reference.neuron import PARAMETERS, STATES, checked
+from sparsecomp.reference.neuron import PARAMETERS, STATES, neuron_given
 from sparsecomp.reference.neuron_gradient import step_back
 
 
@@ -56,7 +56,7 @@ def launch_gradients(
     times: int = 1,
 ) -> list[Tensor]:  # fmt: skip
     """See `sparsecomp.ops.trained_neuron`; gradients that are not `wanted` are of no elements, but for x's."""
-    checked(x, states, starts, parameters, numbers, step)
+    neuron_given(x, states, starts, parameters, numbers, step)
     if x.numel() == 0:
         likes = [x, *(x[0].float() for _ in states), *parameters]
         return [torch.zeros_like(one) if wants else x.new_empty(0) for one, wants in zip(likes, wanted, strict=True)]

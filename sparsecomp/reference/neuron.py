@@ -181,7 +181,7 @@ def neuron_of(text: str) -> Neuron:
         ) from None
 
 
-def described(
+def neuron_with(
     step: str, states: Sequence[Any], starts: Sequence[float], parameters: Sequence[Any], numbers: Sequence[float]
 ) -> Neuron:  # fmt: skip
     """The neuron that a text describes, with as much given as it reads.
@@ -201,7 +201,7 @@ def described(
     return neuron
 
 
-def checked(
+def neuron_given(
     x: Tensor, states: Sequence[Tensor | None], starts: Sequence[float], parameters: Sequence[Tensor],
     numbers: Sequence[float], step: str,
 ) -> Neuron:  # fmt: skip
@@ -210,7 +210,7 @@ def checked(
     Raises:
         InputError: besides, a state or parameter does not fit a time step, or there is none.
     """
-    neuron = described(step, states, starts, parameters, numbers)
+    neuron = neuron_with(step, states, starts, parameters, numbers)
     if not x.dim() or x.shape[0] < 1 or x.is_complex():
         raise InputError(f"x is {x.dtype} {tuple(x.shape)}; needed are real numbers (T, …) of one time step and more")
     shape = x.shape[1:]
@@ -241,7 +241,7 @@ def neuron_reference(
     spike_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each step in plain torch, operation by operation; see `sparsecomp.ops.neuron`."""
-    neuron, kept = checked(x, states, starts, parameters, numbers, step), kept_in(state_dtype, x, states)
+    neuron, kept = neuron_given(x, states, starts, parameters, numbers, step), kept_in(state_dtype, x, states)
     spikes, x = spikes_like(x, spike_dtype), x.to(accumulator(x.dtype))
     like, fixed = x[0], unchanging(x, parameters, numbers)
     now: list[Any] = [
@@ -311,7 +311,7 @@ def trained_reference(
     step: str,
 ) -> tuple[Tensor, ...]:
     """Spikes, in the dtype of x, and last states, through which torch differentiates as often as it is asked to."""
-    neuron, currents = checked(x, states, starts, parameters, numbers, step), x.to(accumulator(x.dtype))
+    neuron, currents = neuron_given(x, states, starts, parameters, numbers, step), x.to(accumulator(x.dtype))
     fixed, like = unchanging(currents, parameters, numbers), currents[0]
     now: list[Any] = [
         torch.full_like(like, start) if given is None else given

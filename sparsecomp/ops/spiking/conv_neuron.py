@@ -14,7 +14,7 @@ from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes, of_a
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
 from sparsecomp.reference.layer_current import joined_current
-from sparsecomp.reference.neuron import STATES, described, kept_in, neuron_reference
+from sparsecomp.reference.neuron import STATES, kept_in, neuron_reference, neuron_with
 
 library.define(
     "conv_neuron(Tensor counts, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, SymInt[] dilation, "
@@ -103,7 +103,7 @@ def _reference(
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
     added=None, currents=False, state_dtype=None,
 ):  # fmt: skip
-    described(step, states, starts, parameters, numbers)
+    neuron_with(step, states, starts, parameters, numbers)
     sums = reference_counts(
         counts, weight, bias, stride, padding, dilation, groups, digits, "binary", scale, None, spread, channels_last
     ).unflatten(0, (steps, counts.shape[0] // steps))
@@ -130,7 +130,7 @@ def _fake(
     mean, var, gamma, beta, eps, states, starts, parameters, numbers, step, keep, residual=None, connect="add",
     added=None, currents=False, state_dtype=None,
 ):  # fmt: skip
-    described(step, states, starts, parameters, numbers)
+    neuron_with(step, states, starts, parameters, numbers)
     spikes = fake_spikes(counts, weight, stride, padding, dilation, channels_last, steps, residual, connect, added)
     kept = kept_in(state_dtype, spikes, [of_a_step(v, spikes.shape[1:]) for v in states])
     lasts = [torch.empty_like(spikes[0], dtype=kept) for _ in states] if keep else []

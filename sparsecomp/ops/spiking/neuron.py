@@ -13,8 +13,8 @@ from sparsecomp.errors import InputError
 from sparsecomp.ops.library import TAGS, differentiable, implement, library
 from sparsecomp.reference.neuron import (
     STATES,
-    checked,
     kept_in,
+    neuron_given,
     neuron_of,
     neuron_reference,
     spikes_like,
@@ -88,7 +88,7 @@ def _cuda(x, states, starts, parameters, numbers, step, keep, state_dtype=None, 
 
 
 def _fake(x, states, starts, parameters, numbers, step, keep, state_dtype=None, spike_dtype=None):
-    checked(x, states, starts, parameters, numbers, step)
+    neuron_given(x, states, starts, parameters, numbers, step)
     like = torch.empty_like(x[0], dtype=kept_in(state_dtype, x, states))
     last = [torch.empty_like(like) for _ in states] if keep else []
     return spikes_like(x, spike_dtype), *last, *(like.new_empty(0) for _ in range(STATES - len(last)))
@@ -157,7 +157,7 @@ def _cuda_trained(x, states, starts, parameters, numbers, step, times):
 
 def _fake_trained(x, states, starts, parameters, numbers, step, times):
     x = _all_steps(x, times)
-    checked(x, states, starts, parameters, numbers, step)
+    neuron_given(x, states, starts, parameters, numbers, step)
     like = torch.empty_like(x[0], dtype=accumulator(x.dtype))
     return _three(x, [torch.empty_like(x), *(torch.empty_like(like) for _ in states)])
 
