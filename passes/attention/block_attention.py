@@ -105,9 +105,8 @@ def _judged_as_data(site: AttentionSite, known: Refusal, ctx: Context) -> Plan |
         return Refusal(Why.GATE, {"detail": f"{described}{advice}; {decision.reason}"}, decision.estimate)
 
     def build() -> Mapping[fx.Node, fx.Node]:
-        lists, added = (mask._replace(node=numbers_as_added(site)) if mask.use == "add" else mask).build(site.result)
-        if added is not None and work.trained:
-            added = call(added.graph, site.result, torch.ops.sparsecomp.levelled_mask.default, added)
+        read = mask._replace(node=numbers_as_added(site)) if mask.use == "add" else mask
+        lists, added = read.build(site.result, work.trained)
         return _built(site, ctx, lists, added)
 
     reason = f"{described}; {decision.reason}; {_provided(site)}"

@@ -24,6 +24,7 @@ from sparsecomp.reference.precision import KERNEL_DTYPES
 
 _TENSORS = 10
 """Of block lists."""
+_LEVELLED = torch.ops.sparsecomp.levelled_mask.default
 
 
 class DataMask(NamedTuple):
@@ -43,9 +44,12 @@ class DataMask(NamedTuple):
     lengths: tuple[int, int]
     unwritten: Callable[[fx.Node], bool]
 
-    def build(self, like: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
-        """The block lists as nodes, and what is added to scores."""
+    def build(self, like: fx.Node, trained: bool = False) -> tuple[list[fx.Node], fx.Node | None]:
+        """The block lists as nodes, and what is added to scores, of which they are made: levelled, if gradients are
+        wanted."""
         mask = viewed(self.node, self._steps, like)
+        if trained and self.use == "add":
+            mask = call(like.graph, like, _LEVELLED, mask)
         arguments = (*self.lengths, *DEFAULT_BLOCK, self.use != "drop")
         target = torch.ops.sparsecomp.scanned_mask.default
         scan = self._there_is(target, mask, arguments, like) or call(like.graph, like, target, mask, *arguments)
@@ -83,22 +87,23 @@ class DataMask(NamedTuple):
         return None
 
     def _same(self, one: fx.Node, other: fx.Node) -> bool:
-        """Whether two nodes are the same view of one that nothing writes to."""
+        """Whether two nodes are the same view of one that nothing writes to, levelled or not."""
         if one is other:
             return self.unwritten(one)
         alike = one.target == other.target and len(one.args) == len(other.args) and one.kwargs == other.kwargs
-        if not (alike and self._only_views(one) and self._only_views(other)):
+        if not (alike and self._repeats(one) and self._repeats(other)):
             return False
         (first, *rest), (second, *others) = one.args, other.args
         if rest != others or not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
             return False
         return self._same(first, second)
 
-    def _only_views(self, node: fx.Node) -> bool:
+    def _repeats(self, node: fx.Node) -> bool:
+        """Whether a node gives the same of the same."""
         op = op_of(node)
-        return op is not None and not op.inplace and op.has(Trait.VIEW) and all(
-            not isinstance(one, fx.Node) for one in node.args[1:]
-        )
+        only_views = op is not None and not op.inplace and op.has(Trait.VIEW)
+        alone = all(not isinstance(one, fx.Node) for one in node.args[1:])
+        return node.target is _LEVELLED or (only_views and alone)
 
 
 def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:

@@ -102,8 +102,9 @@ def _scanned(
     if mask.dtype is torch.float64 and query.dtype is not torch.float64:  # kernels add no doubles
         mask = mask.float()
     mask = mask[(None,) * (4 - mask.dim())]
-    blocks = scanned_blocks(mask.detach(), query.shape[-2], key.shape[-2], block)
-    return blocks, torch.ops.sparsecomp.levelled_mask.default(mask) if numbers else None
+    if numbers:
+        mask = torch.ops.sparsecomp.levelled_mask.default(mask)
+    return scanned_blocks(mask.detach(), query.shape[-2], key.shape[-2], block), mask if numbers else None
 
 
 def attention_choice(

@@ -136,7 +136,8 @@ def test_layers_share_a_scan() -> None:
     model, operands = Layers(), given()
     found, report = rewritten(model, *operands, strict=True)
     assert [one.rewritten for one in report.sites if one.rule == "block_attention"] == [True, True]
-    assert report.graph_after.count("torch.ops.sparsecomp.scanned_mask.default(") == 1
+    scan = "torch.ops.sparsecomp.scanned_mask.default(levelled_mask_default, "
+    assert report.graph_after.count("torch.ops.sparsecomp.scanned_mask.default(") == report.graph_after.count(scan) == 1
     alike(found, model(*operands), [*operands, *model.parameters()])
 
 
