@@ -40,14 +40,14 @@ def consider(node: fx.Node, ctx: Context) -> Verdict:
     if found is None or ctx.device(out.device).type != "cuda":
         return None
     problem = _problem(op, out, ctx)
-    return _judged(node, *found, ctx) if problem is None else problem
+    return _judged(op, *found, ctx) if problem is None else problem
 
 
 RULE = Rule("bias_table", consider, after=("block_attention", "gather_dot", "spike_attention"))
 
 
-def _read(op: CanonicalOp) -> tuple[fx.Node, fx.Node, object] | None:
-    """The table, the index and the row that gets no gradient, if any; None of another operator."""
+def _read(op: CanonicalOp) -> tuple[fx.Node, fx.Node] | None:
+    """The table and the index; None of another operator."""
     if op.out is not None or op.module is not None or not op.known:
         return None
     if op.name == "embedding":
@@ -62,7 +62,7 @@ def _read(op: CanonicalOp) -> tuple[fx.Node, fx.Node, object] | None:
     # of a SparseTensor, or a table in shards, others know the gradient
     if not _is_plain(read) or not _is_plain(places) or places.dtype not in (torch.int32, torch.int64):
         return None
-    return (table, index, op.get("padding_idx")) if read.requires_grad and read.dim() in (1, 2) else None
+    return (table, index) if read.requires_grad and read.dim() in (1, 2) else None
 
 
 def _is_plain(example: object) -> bool:
@@ -89,7 +89,17 @@ def _problem(op: CanonicalOp, out: Tensor, ctx: Context) -> Refusal | None:
     return refuse(Why.TABLE_AS_WRITTEN, detail=detail) if detail else None
 
 
-def _judged(node: fx.Node, table: fx.Node, index: fx.Node, padding: object, ctx: Context) -> Plan | Refusal:
+def _skipped(op: CanonicalOp, rows: int) -> int:
+    """The row that gets no gradient. -1 is the last one to torch.nn.functional, and none in torch's own schema, which
+    has no max_norm."""
+    padding = op.get("padding_idx")
+    if padding is None or padding < 0 and "max_norm" not in op.args:
+        return NO_PADDING
+    return padding if padding >= 0 else padding + rows
+
+
+def _judged(op: CanonicalOp, table: fx.Node, index: fx.Node, ctx: Context) -> Plan | Refusal:
+    node = op.node
     sizes, places = known_sizes(table), known_sizes(index)
     if sizes is None or places is None:
         return refuse(Why.UNKNOWN_SHAPE)
@@ -108,10 +118,10 @@ def _judged(node: fx.Node, table: fx.Node, index: fx.Node, padding: object, ctx:
         decision = decide(read)
     if decision.dense:
         return Refusal(Why.GATE, {"detail": f"{read.described}; {decision.reason}"}, decision.estimate)
-    skipped = padding % rows if isinstance(padding, int) else NO_PADDING
 
     def build() -> dict[fx.Node, fx.Node]:
-        return {node: call(node.graph, node, torch.ops.sparsecomp.table_rows.default, table, index, skipped)}
+        arguments = (table, index, _skipped(op, rows))
+        return {node: call(node.graph, node, torch.ops.sparsecomp.table_rows.default, *arguments)}
 
     reason = f"the gradient by its table is summed without atomics: {read.described}; {decision.reason}"
     return Plan(build, reason, "table_rows", "", (), decision.estimate)

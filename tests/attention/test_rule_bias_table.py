@@ -61,12 +61,14 @@ SPELLINGS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]]
     "indexed": (lambda t, i: t[i], (3,)), "of numbers": (lambda t, i: t[i], ()),
     "all features": (lambda t, i: t[i, :], (3,)), "in a row": (lambda t, i: t[i.view(-1), ...].view(N, N, 3), (3,)),
     "from the end": (lambda t, i: t[i - ROWS], (3,)), "embedding": (lambda t, i: F.embedding(i.int(), t), (3,)),
-    "padded": (padded, (3,)),
+    "padded": (padded, (3,)), "last row padded": (lambda t, i: F.embedding(i, t, -1), (3,)),
+    "by its schema": (lambda t, i: torch.embedding(t, i), (3,)),
+    "padded by its schema": (lambda t, i: torch.embedding(t, i, 2), (3,)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-@pytest.mark.quick_cases(4)
+@pytest.mark.quick_cases(6)
 def test_spellings_get_the_gradients_of_eager(name: str) -> None:
     read, features = SPELLINGS[name]
     model, x = Reading(read, near(), ROWS, *features), torch.randn(N, N, *features)
