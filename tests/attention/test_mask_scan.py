@@ -6,14 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compile_kernel import compile_in_subprocess
-from kernel_devices import KERNEL_DEVICES, graph_of
+from kernel_devices import KERNEL_DEVICES, graph_of, needs_triton
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsecomp.errors import MaskError
 from sparsecomp.lowering.attention import block_attention as lowered
 from sparsecomp.lowering.attention import block_attention_gradients as lowered_gradients
-from sparsecomp.lowering.attention.mask_scan import mask_scan
+from sparsecomp.lowering.attention.mask_scan import MASK_SCAN, MaskScan, mask_scan
+from sparsecomp.lowering.cache.signature import Device
 from sparsecomp.ops import scanned_blocks
 from sparsecomp.reference.attention.block_attention import Scoring, block_attention_reference
 from sparsecomp.reference.attention.blocks import AttentionBlocks, blocks_of, dense_mask
@@ -50,6 +51,16 @@ def alike(found: AttentionBlocks, right: AttentionBlocks) -> None:
         inside = numbers >= 0
         assert torch.equal(found[4 + bits].cpu()[numbers[inside].long()], right[4 + bits].cpu()[others[inside].long()])
         assert index.shape[3] == found[9 - at].shape[2]
+
+
+@needs_triton
+@pytest.mark.parametrize("sizes", [(1, 1, 300_000, 64), (70_000, 1, 64, 64)])
+def test_grids_are_none_that_a_card_refuses(sizes: tuple[int, int, int, int]) -> None:
+    """Which has up to 65535 programs along the second axis."""
+    problem, card = MaskScan(*sizes, 64, 64, (0, 0, 0, 1), "float32"), Device("card", "9.0", "3.6.0")
+    (candidate,) = MASK_SCAN.candidates(problem, card)
+    grids = [launch.grid for launch, _ in candidate.template.prepare(problem, candidate.config).steps]
+    assert len(grids) == 4 and max(size for grid in grids for size in grid[1:]) < 2**16
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)

@@ -22,8 +22,9 @@ def tops_kernel(
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of rows of numbers that are added: NaN if one of them keeps its pair, else the greatest."""
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    leading = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(Q_LEN, ROWS)
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    leading = (tl.program_id(0) // tiles).to(tl.int64)
     mask_ptr += leading // HEADS * batch_stride + leading % HEADS * head_stride
     row_ptrs = mask_ptr + rows.to(tl.int64)[:, None] * row_stride
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -111,7 +112,7 @@ def _prepare(problem: MaskScan, config: Config) -> Launches:
     numbers = (p.heads, p.q_len, p.k_len, *p.strides)
     fixed = {"KEPT": p.kept, "ADDED": p.dtype != "bool", "BLOCK_Q": p.block_q, "BLOCK_K": p.block_k}
     kinds = Launch(kinds_kernel, (leading * rows * columns,), (*numbers, rows, columns), fixed)
-    # heads of all batch entries may be more than the second size of a grid can be
+    # heads of all batch entries, and tiles of a few queries, may be more than the second size of a grid can be
     by_query = Launch(lists_kernel, (leading, rows), (rows, columns, columns, 1), _wide(columns))
     by_key = Launch(lists_kernel, (leading, columns), (columns, rows, 1, columns), _wide(rows))
     workspaces: list[Workspace] = [((leading * rows * columns,), torch.int32)]
@@ -119,7 +120,7 @@ def _prepare(problem: MaskScan, config: Config) -> Launches:
     if p.dtype != "bool":
         top = 12
         workspaces.append(((leading * p.q_len,), torch.float32))
-        grid = (leading, triton.cdiv(p.q_len, _ROWS))
+        grid = (leading * triton.cdiv(p.q_len, _ROWS),)
         steps.append(Step(Launch(tops_kernel, grid, numbers, {"ROWS": _ROWS, "COLUMNS": _COLUMNS}), (0, top)))
     steps += [Step(kinds, (0, top, kind, 5, 10)), Step(by_query, (kind, 1, 2, 3, 4)), Step(by_key, (kind, 6, 7, 8, 9))]
     return Launches(workspaces, steps)
