@@ -131,6 +131,22 @@ def test_float32_is_summed_without_a_rest(device: str) -> None:
     torch.testing.assert_close(out.cpu(), grad, rtol=0 if device == "cpu" else 1.2e-7, atol=0)
 
 
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_sums_are_long(device: str) -> None:
+    """Of numbers of one sign that no float is; of a large one before small ones; of halves that half precision does not
+    hold the sum of."""
+    places, index = 20_000, torch.zeros(20_000, dtype=torch.int64)
+    large_first = torch.cat((torch.tensor([1e7]), torch.full((places - 1,), 0.1)))
+    halves = torch.tensor([60000.0, -60000.0]).repeat(places // 2)
+    halves[-1] = 0.0
+    for grad in (torch.full((places,), 0.1), large_first, halves.half()):
+        out = torch.full((1, 1), math.nan, dtype=grad.dtype, device=device)
+        table_gradient(grad[:, None].to(device), index.to(device), -1, out)
+        right = grad.double().sum().to(grad.dtype)
+        for found in (out.cpu()[0, 0], GRADIENT(grad, index, 1, -1)[0]):
+            torch.testing.assert_close(found, right, rtol=4e-6, atol=0)
+
+
 @pytest.mark.slow(reason="holds configurations against float64")
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsecomp.errors import FormatError
 from sparsecomp.ops.library import TAGS, decompose, differentiable, implement, library
-from sparsecomp.reference.precision import KERNEL_DTYPES, accumulator
+from sparsecomp.reference.precision import KERNEL_DTYPES
 
 NO_PADDING = -1
 
@@ -21,7 +21,8 @@ library.define("table_rows_gradient(Tensor grad, Tensor index, SymInt rows, SymI
 
 
 def table_rows(table: Tensor, index: Tensor, padding: int = NO_PADDING) -> Tensor:
-    """table[index], whose gradient by the table is summed in float32 (float64 for float64) and rounded once.
+    """table[index], whose gradient by the table is summed in float32 (float64 for float64, and on a CPU) and rounded
+    once.
 
     Made for tables of few rows that are read at many places: each part of the places is multiplied by the rows that it
     may hold. Gradients of gradients are torch's.
@@ -69,7 +70,8 @@ def _features(grad: Tensor, index: Tensor) -> tuple[int, ...]:
 def _gradient(grad, index, rows, padding):
     places, features = index.reshape(-1).long(), _features(grad, index)
     places = torch.where(places < 0, places + rows, places)
-    numbers = grad.reshape(len(places), *features).to(accumulator(grad.dtype))
+    # one by one: in float32 a million of them would be 1% off
+    numbers = grad.reshape(len(places), *features).double()
     numbers = numbers.masked_fill((places == padding).view(-1, *[1] * len(features)), 0)
     return numbers.new_zeros((rows, *features)).index_add_(0, places, numbers).to(grad.dtype)
 
