@@ -73,6 +73,8 @@ def test_bad_operands() -> None:
     for given in ((table[None], index), (table.long(), index), (table, index > 0), (table, index.short())):
         with pytest.raises(FormatError):
             ops.table_rows(*given)
+    with pytest.raises(FormatError, match="counted from 0"):
+        ops.table_rows(table, index, -2)
     for outside in (4, -5):
         with pytest.raises(IndexError):
             ops.table_rows(table, torch.tensor([0, outside]))

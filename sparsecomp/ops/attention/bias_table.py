@@ -37,28 +37,30 @@ def table_rows(table: Tensor, index: Tensor, padding: int = NO_PADDING) -> Tenso
         (\\*index.shape, features) or index.shape, contiguous, of the table's dtype.
 
     Raises:
-        FormatError: a table or an index of other dimensions or dtype.
+        FormatError: a table or an index of other dimensions or dtype, or another negative padding.
         IndexError: a row that the table does not have, on the CPU; on a GPU as torch's own indexing.
     """
     return torch.ops.sparsecomp.table_rows.default(table, index, padding)
 
 
-def _check(table: Tensor, index: Tensor) -> None:
+def _check(table: Tensor, index: Tensor, padding: int) -> None:
     if table.dim() not in (1, 2) or not table.is_floating_point():
         raise FormatError(
             f"the table is {tuple(table.shape)} {table.dtype}, needs (rows, features) or (rows,) of a floating dtype"
         )
     if index.dtype not in (torch.int32, torch.int64):
         raise FormatError(f"the index is {index.dtype}, needs int32 or int64")
+    if padding < NO_PADDING:
+        raise FormatError(f"padding is {padding}, needs a row, counted from 0, or {NO_PADDING} for none")
 
 
 def _rows(table, index, padding):
-    _check(table, index)
+    _check(table, index, padding)
     return table[index].contiguous()
 
 
 def _fake_rows(table, index, padding):
-    _check(table, index)
+    _check(table, index, padding)
     return table.new_empty((*index.shape, *table.shape[1:]))
 
 
