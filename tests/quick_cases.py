@@ -17,7 +17,7 @@ def covering(cases: Sequence[Set[Choice]], count: int | None = None) -> set[int]
     seen: set[Choice] = set()
     for _ in range(len(cases) if count is None else min(count, len(cases))):
         best = max((n for n in range(len(cases)) if n not in chosen), key=lambda n: len(cases[n] - seen))
-        if count is None and cases[best] <= seen:
+        if count is None and chosen and cases[best] <= seen:
             break
         chosen.add(best)
         seen |= cases[best]
