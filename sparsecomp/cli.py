@@ -93,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA where there is one")
     demo.add_argument(
-        "--implementation", default="auto", help="auto: what pays, where it pays; the others: everywhere"
+        "--implementation", default="auto",
+        help="auto: what pays, where it pays; binary, direct, event or skip: everywhere; dense: nowhere",
     )
     demo.set_defaults(run=_demo)
     return parser

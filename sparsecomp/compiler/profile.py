@@ -123,7 +123,8 @@ def profile(
     kwargs: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Profile:
-    """Time and sparsity of every layer of `model` on the given input, uncompiled and without gradients.
+    """Time and sparsity of every layer of `model` on the given input, without gradients and uncompiled, even if it is
+    what `torch.compile` gave.
 
     The model is left as it was; every repetition starts from its present state. Options are checked and change nothing.
 
@@ -142,10 +143,15 @@ def profile(
     """
     if type(repetitions) is not int or repetitions < 1:
         raise InputError(f"repetitions={repetitions!r}: use an int of at least 1")
-    call = Call.of(model, args, options, kwargs, keywords, ("repetitions",) if repetitions != 10 else ()).accepted()
+    call = Call.of(model, args, options, kwargs, keywords, ("repetitions",) if repetitions != 10 else ())
+    with torch.compiler.set_stance("force_eager"):  # a compiled model calls no layer that could be timed
+        return _profile(call.accepted(), repetitions)
+
+
+def _profile(call: Call, repetitions: int) -> Profile:
     tensors = (value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor))
     device = next((value.device.type for value in tensors), "cpu")
-    calls, clock = LayerCalls(call.model, LayerProfile), _Clock(device)
+    calls, clock = LayerCalls(call.model, _layer), _Clock(device)
     with Progress("profiling", repetitions + 1) as progress:
         for meter in (_Sparsity(), *[clock] * repetitions):
             with torch.no_grad(), calls.told_to(meter):
@@ -153,6 +159,11 @@ def profile(
             progress.advance()
     clock.finish(repetitions)
     return Profile(device, repetitions, list(calls.layers.values()))
+
+
+def _layer(name: str, kind: str) -> LayerProfile:
+    """Named as in the model, without what `torch.compile` wraps it in."""
+    return LayerProfile(".".join(part for part in name.split(".") if part != "_orig_mod"), kind)
 
 
 class _Sparsity:

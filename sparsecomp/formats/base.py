@@ -352,7 +352,7 @@ class SparseMatrix(Operand, ABC):
 
         Raises:
             FormatError: the matrix is a batch: use `unbatch`.
-            ImportError: scipy is not installed.
+            ExtraError: scipy is not installed.
         """
 
     def to_device(self, device: torch.device | str) -> Self:
@@ -641,7 +641,7 @@ class SparseMatrix(Operand, ABC):
         """Draw where elements are stored to an image file of any kind that matplotlib writes.
 
         Raises:
-            ImportError: matplotlib is not installed.
+            ExtraError: matplotlib is not installed.
         """
         drawing.image(self._triplets(), path)
 

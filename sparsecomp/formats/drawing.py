@@ -6,7 +6,7 @@ from os import PathLike
 
 import torch
 
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import ExtraError, FormatError
 from sparsecomp.formats.triplets import Triplets
 
 _SHADES = " .:-=+*#%@"
@@ -33,12 +33,12 @@ def image(elements: Triplets, path: str | PathLike[str]) -> None:
     """Write the map as an image file.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ExtraError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("spy needs matplotlib: pip install matplotlib") from error
+        raise ExtraError("spy needs matplotlib: pip install matplotlib") from error
     rows, cols = elements.shape
     figure = Figure()
     axes = figure.add_subplot()

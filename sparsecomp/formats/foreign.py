@@ -5,19 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import ExtraError, FormatError
 
 
 def scipy_sparse() -> Any:
     """The module `scipy.sparse`.
 
     Raises:
-        ImportError: scipy is not installed.
+        ExtraError: scipy is not installed.
     """
     try:
         from scipy import sparse
     except ImportError as error:
-        raise ImportError("to_scipy needs scipy: pip install scipy") from error
+        raise ExtraError("to_scipy needs scipy: pip install scipy") from error
     return sparse
 
 

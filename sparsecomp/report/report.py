@@ -97,7 +97,7 @@ class Report:
         if self.sites:
             return ""
         off = f" ({', '.join(self.disabled)} switched off)" if self.disabled else ""
-        return f"{'the model has no layer that a rule looks at' if self.passes else 'no rule was run'}{off}"
+        return f"{'what was captured has no layer that a rule looks at' if self.passes else 'no rule was run'}{off}"
 
     def _written_out(self) -> str:
         """What there is to know of rewritten sites that run dense."""

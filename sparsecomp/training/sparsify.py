@@ -52,7 +52,7 @@ def sparsify(
         The model, or its replacement where it is itself such a layer.
 
     Raises:
-        InputError: `model` is no module, or `filter` or `batches` not what they should be.
+        InputError: `model` is no module, `filter` or `batches` not what they should be, or the model takes no batch.
         MaskError: no layer is taken, a taken layer shares its weight with another, the pruner needs batches, or a
             layer's weight cannot be ranked. The model is unchanged.
         FormatError: a layer's sizes do not fit the config, or it is on the meta device. The model is unchanged.
@@ -64,7 +64,7 @@ def sparsify(
         )
     layers, kept = _layers(model, filter)
     _check_unshared(model, layers)
-    statistics = _statistics(model, layers, config, batches, forward or model, token_mask)
+    statistics = _statistics(model, layers, config, batches, forward or _called(model), token_mask)
     with torch.inference_mode(False), torch.no_grad():
         found = _sparse(layers, config, statistics)
     kept |= {name: f"too few zeros for {config}" for name, layer in layers.items() if layer not in found}
@@ -141,6 +141,24 @@ def _check_unshared(model: nn.Module, layers: Mapping[str, nn.Linear]) -> None:
                 f"{name} shares its weight with {', '.join(others)}, which a sparse copy would end: "
                 "leave it out by a filter, or untie them"
             )
+
+
+def _called(model: nn.Module) -> Callable[[Any], Any]:
+    """`model(batch)`, whose failure on a batch of several parts, as data loaders give them, says how to pick one."""
+
+    def call(batch: Any) -> Any:
+        try:
+            return model(batch)
+        except Exception as error:
+            if not isinstance(batch, list | tuple | Mapping):
+                raise
+            way = "model(**batch)" if isinstance(batch, Mapping) else "model(batch[0])"
+            raise InputError(
+                f"a batch is a {type(batch).__name__}, and model(batch) fails: {type(error).__name__}: {error}; say "
+                f"how to run the model on one, such as forward=lambda batch: {way}"
+            ) from error
+
+    return call
 
 
 def _statistics(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_devices import needs_triton
 from rewriting import Surrogate, rewritten, rewritten_for, site, spikes
 from torch import Tensor, nn
 
@@ -277,6 +278,7 @@ def test_random_programs(seed: int) -> None:
     assert torch.equal(found.double(), model(*(one.double() for one in inputs(n, seed))))
 
 
+@needs_triton
 def test_what_pays_on_a_card() -> None:
     """Of 1024 tokens most blocks of a window are empty, and scores never lie in memory; few tokens are one block."""
     long = [torch.randn(1, 1, 1024, 64) for _ in range(3)]

@@ -89,6 +89,20 @@ def test_the_state_stays():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize("called", [False, True])
+def test_of_a_compiled_model_its_own_layers_are_timed(called: bool) -> None:
+    inner, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU())), torch.ones(2, 4)
+    own, wrapped = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.compile(inner, backend="eager")
+    own.compile(backend="eager")
+    for model, names in ((wrapped, ["0", "1.0"]), (own, ["0", "1"]), (nn.Sequential(wrapped), ["0.0", "0.1.0"])):
+        if called:
+            model(x)
+        result = sparsecomp.profile(model, x, repetitions=1)
+        assert [layer.name for layer in result.layers] == names
+        assert [layer.kind for layer in result.layers] == ["Linear", "ReLU"]
+        assert all(layer.calls == 1 and layer.milliseconds > 0 for layer in result.layers)
+
+
 def test_json_and_table():
     result = sparsecomp.profile(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), repetitions=1)
     assert json.loads(result.to_json())["layers"][0]["kind"] == "Linear"

@@ -216,12 +216,22 @@ def test_the_report_of_a_compiled_function_and_of_one_that_is_compiled_in_place(
         last_report(net.layer)
 
 
+class Breaks(torch.nn.Module):
+    """Dynamo leaves an `nn.Sequential` in which a graph breaks to eager, with its other layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+
 def test_an_empty_report_says_why_it_is_empty(no_inductor: None) -> None:
     x = torch.rand(2, 16)
     assert "no layer that a rule looks at" in explain(torch.relu, x).summary
     assert "no rule was run" in explain(torch.nn.Linear(16, 16), x, disable=["all"]).summary
     summary = explain(torch.nn.Linear(16, 16), x, disable=["spike_linear"]).summary
     assert "no layer that a rule looks at (spike_linear switched off)" in summary
+    broken = torch.nn.Sequential(torch.nn.Linear(16, 16), Breaks())
+    assert "what was captured has no layer" in explain(broken, x).summary
     assert "no operation on tensors" in explain(lambda x: x, x).notes[0]
     assert "in its first call" in optimize(torch.nn.Linear(16, 16)).report.notes[0]
 

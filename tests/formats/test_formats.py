@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from matrices import LAYOUTS
 
 from sparsecomp import formats
-from sparsecomp.errors import FormatError
+from sparsecomp.errors import ExtraError, FormatError
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM, SparseMatrix, indices, ragged, stack
 from sparsecomp.formats.indices import choose_index_dtype, index_dtype_for
 
@@ -516,6 +516,16 @@ def test_the_map_shows_where_elements_are() -> None:
         CSR.from_dense(torch.eye(3)).visualize(0)
     with pytest.raises(FormatError, match="height 0"):
         CSR.from_dense(torch.eye(3)).visualize(3, 0)
+
+
+def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    matrix = CSR.from_dense(torch.eye(3))
+    with pytest.raises(ExtraError, match="pip install matplotlib"):
+        matrix.spy(tmp_path / "matrix.png")
+    with pytest.raises(ExtraError, match="pip install scipy"):
+        matrix.to_scipy()
 
 
 @pytest.mark.parametrize("shape", [(30, 20), (0, 3), (1, 1)])

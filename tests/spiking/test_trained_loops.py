@@ -738,7 +738,7 @@ def test_what_is_no_trained_neuron_is_eagers(run: Call) -> None:
 @pytest.mark.slow(reason="traces two loops")
 def test_options_leave_it() -> None:
     run, x = _one(FIRES["arctan"]), currents(4, 3, 8).requires_grad_()
-    stays(run, x, reason="neurons='fuse' asks for it", neurons="auto")
+    stays(run, x, reason="neurons='fuse' makes it one operator", neurons="auto")
     stays(run, x, reason="implementation='dense' was asked for", implementation="dense")
 
 

@@ -366,7 +366,7 @@ def test_what_stays_a_chain_says_why(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"neurons": "auto"}, "neurons='fuse' asks for it"),
+        ({"neurons": "auto"}, "neurons='fuse' makes it one operator"),
         ({"implementation": "dense"}, "implementation='dense' was asked for"),
     ],
 )

@@ -312,6 +312,17 @@ def test_what_is_no_model_filter_or_batches_is_named(call, says) -> None:
         call()
 
 
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_batches_with_labels_need_a_forward_and_the_error_says_so(kind: type) -> None:
+    model, batch = _net(), kind((torch.randn(5, 32), torch.zeros(5)))
+    with pytest.raises(InputError, match=rf"a batch is a {kind.__name__}.*forward=lambda batch: model\(batch\[0\]\)"):
+        sparsify(model, Unstructured(0.5, by="wanda"), batches=[batch])
+    assert not any(isinstance(module, SparseLinear) for module in model.modules())
+    other = sparsify(copy.deepcopy(model), Unstructured(0.5, by="wanda"), batches=[batch[0]])
+    sparsify(model, Unstructured(0.5, by="wanda"), batches=[batch], forward=lambda batch: model(batch[0]))
+    assert torch.equal(model[0].values, other[0].values)
+
+
 def test_a_sparse_model_trains_and_compiles_as_its_dense_form() -> None:
     model = sparsify(_net(), Unstructured(0.8))
     dense = densify(copy.deepcopy(model))
