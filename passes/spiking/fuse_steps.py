@@ -107,7 +107,7 @@ def _obstacle(node: fx.Node, ctx: Context) -> str | None:
     if ctx.options.implementation == "dense":
         return "implementation='dense' was asked for"
     if ctx.options.implementation == "auto" and ctx.options.neurons != "fuse":
-        return "neurons='fuse' runs all steps at once, which gains little on a CPU and was not measured on a GPU"
+        return "neurons='fuse' runs all steps at once: little gain on a CPU, not measured on a GPU"
     return None
 
 

@@ -190,7 +190,7 @@ def _pays(found: "_Found", gone: Collection[fx.Node], ctx: Context) -> str:
     if decision is None or decision.dense:
         if decision is not None:
             raise _Obstacle(f"it would not pay: {decision.reason}")
-        raise _Obstacle("neurons='fuse' makes it one operator, which gains nothing on a CPU and was not measured on a GPU")
+        raise _Obstacle("neurons='fuse' makes it one operator: no gain on a CPU, not measured on a GPU")
     return f"{decision.reason}{', with the layer ahead' if decision.implementation == 'fused' else ''}"
 
 
