@@ -161,7 +161,7 @@ def run(
 
     Raises:
         OptionError: there is no such device.
-        ExtraError: scikit-learn is not installed.
+        ExtraError: scikit-learn is not installed, or no C++ compiler where one is needed.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise OptionError("device='cuda' is not there: this machine has no CUDA device; use 'cpu' or 'auto'")
@@ -172,7 +172,12 @@ def run(
     net = train(x_train, y_train)
     train_seconds = time.perf_counter() - start
     say("compiling and timing: eager, stock torch.compile, sparsecomp")
-    outcome = compare(net, x_test, y_test, implementation)
+    try:
+        outcome = compare(net, x_test, y_test, implementation)
+    except Exception as error:
+        if "C++ compiler" not in str(error):
+            raise
+        raise ExtraError("torch.compile found no C++ compiler, which a CPU needs: install g++, or set CXX") from error
     outcome.train_seconds = train_seconds
     if as_json:
         print(outcome.to_json())

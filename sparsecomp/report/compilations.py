@@ -59,7 +59,10 @@ def _of_model(model: object) -> Compilations:
 
     compiled = _compat.compilation_of(model)
     if compiled is None:
-        raise InputError(f"{type(model).__name__} was not made by torch.compile: give what that returned")
+        raise InputError(
+            f"{type(model).__name__} was not made by torch.compile: give what that returned; the report of "
+            "what `optimize` returned is its `.report`"
+        )
     return _by_model.get(compiled, Compilations())
 
 

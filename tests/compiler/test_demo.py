@@ -118,3 +118,17 @@ def test_lif_by_hand() -> None:
 def test_bad_arguments_exit_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_missing_compiler_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compare(*_: object) -> None:
+        raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx")
+
+    monkeypatch.setattr(demo, "train", lambda *_: nn.Identity())
+    monkeypatch.setattr(demo, "compare", compare)
+    assert main(["demo", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: torch.compile found no C++ compiler, which a CPU needs: install g++, or set CXX"
+    ]

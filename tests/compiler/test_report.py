@@ -214,6 +214,8 @@ def test_the_report_of_a_compiled_function_and_of_one_that_is_compiled_in_place(
     assert [site.implementation for site in last_report(other).sites] == ["dense"]
     with pytest.raises(InputError, match=r"Linear was not made by torch\.compile"):
         last_report(net.layer)
+    with pytest.raises(InputError, match=r"of what `optimize` returned is its `\.report`"):
+        last_report(optimize(net.layer))
 
 
 class Breaks(torch.nn.Module):
