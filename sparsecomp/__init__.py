@@ -7,15 +7,29 @@
 Names load on first use, so that `import sparsecomp` needs neither Triton nor Inductor and costs next to nothing.
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-_TREE = Path(__file__).parents[1]
-if (_TREE / "passes" / "__init__.py").exists() and (_TREE / "pyproject.toml").exists():
-    __path__.append(str(_TREE))  # in a source tree `passes` and `lowering` stand beside this package
+
+class _Beside:
+    """Finds the packages that a source tree has beside this one. Were the tree part of `__path__`, this package would
+    be within itself, and who walks over all modules would never end."""
+
+    tree = Path(__file__).parents[1]
+    names = ("sparsecomp.passes", "sparsecomp.lowering")
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(fullname, [str(cls.tree)]) if fullname in cls.names else None
+
+
+if (_Beside.tree / "passes" / "__init__.py").exists() and (_Beside.tree / "pyproject.toml").exists():
+    sys.meta_path.insert(0, _Beside)  # before another tree that is installed
 
 if TYPE_CHECKING:
     from sparsecomp import attention, cache, distributed, formats, nn, ops, passes, runtime, snn

@@ -1,5 +1,7 @@
 """Importing sparsecomp is free: scripts pay for Triton and Inductor only when they compile."""
 
+import importlib.util
+import pkgutil
 import subprocess
 import sys
 import tomllib
@@ -7,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from pace import limit
+
+import sparsecomp
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +48,13 @@ def test_import_takes_under_0_3_seconds_beyond_torch():
     """Of processor time, whatever else the machine is busy with."""
     code = "import torch, time; start = time.process_time(); import sparsecomp; print(time.process_time() - start)"
     assert any(float(_python(code)) < limit(0.3) for _ in range(3))
+
+
+def test_the_package_is_not_within_itself():
+    """Who walks over all modules comes to an end, as torch does for `TORCH_LOGS="+sparsecomp"`."""
+    found = {module.name for module in pkgutil.iter_modules(sparsecomp.__path__)}
+    assert "compiler" in found and not found & {"sparsecomp", "bench", "tests"}
+    assert importlib.util.find_spec("sparsecomp.passes.engine") and not importlib.util.find_spec("sparsecomp.tests")
 
 
 @pytest.mark.quick_cases(1)
