@@ -42,16 +42,20 @@ def launch(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None
     """
     first = tensors[0]
     assert first is not None
-    _found(first.device, operation, problem, "")(*tensors)
+    absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
+    _found(first.device, operation, problem, "", absent)(*tensors)
 
 
-def prepared(operation: Operation[P], problem: P, device: torch.device, only: str = "") -> Callable[..., None]:
+def prepared(
+    operation: Operation[P], problem: P, device: torch.device, only: str = "", alike: tuple[object, ...] = ()
+) -> Callable[..., None]:
     """What :func:`launch` calls with the tensors of `problem` on `device`.
 
     Args:
         only: name of the template to choose among, if that takes the problem; any if empty.
+        alike: what the tensors have in common beside the problem, such as a dtype that it does not say.
     """
-    return _found(device, operation, problem, only)
+    return _found(device, operation, problem, only, alike)
 
 
 def chosen_by() -> tuple[object, str | None]:
@@ -74,6 +78,9 @@ def forget() -> None:
 
 
 @recorded
-def _found(device: torch.device, operation: Operation[Any], problem: Any, only: str) -> Callable[..., None]:
+def _found(
+    device: torch.device, operation: Operation[Any], problem: Any, only: str, alike: tuple[object, ...]
+) -> Callable[..., None]:
+    """One for tensors that are alike: a kept launch takes those of the same dtypes, None in the same places."""
     candidate = autotune.tuner().choose(operation, problem, device, only).candidate
     return candidate.template.prepare(problem, candidate.config)

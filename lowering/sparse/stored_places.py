@@ -35,7 +35,7 @@ def write_out(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[in
         values: (entries,), contiguous.
     """
     out = allocate(shape, (shape[1], 1), values.dtype, values.device)
-    launch = _writing(values.device, shape, values.shape, values.dtype, pointers.dtype)
+    launch = _writing(values.device, shape, values.shape, values.dtype, pointers.dtype, indices.dtype)
     if launch is not None:
         launch(pointers, indices, values, out)
     return out
@@ -43,13 +43,14 @@ def write_out(pointers: Tensor, indices: Tensor, values: Tensor, shape: tuple[in
 
 @dispatch.recorded
 def _writing(
-    device: torch.device, shape: tuple[int, int], stored: torch.Size, dtype: torch.dtype, index: torch.dtype
-) -> Callable[..., None] | None:  # fmt: skip
-    """To find the launch by the tensors' looks takes the host less than to describe it anew; None if there is none."""
+    device: torch.device, shape: tuple[int, int], stored: torch.Size, dtype: torch.dtype, *index: torch.dtype
+) -> Callable[..., None] | None:
+    """To find the launch by the tensors' looks takes the host less than to describe it anew; None if there is none.
+    Pointers and indices may differ in their dtypes, of which the problem says one."""
     if not shape[0] * shape[1]:
         return None
-    problem = WriteOut(*shape, stored.numel(), name_of(dtype), name_of(index))
-    return dispatch.prepared(WRITE_OUT, problem, device)
+    problem = WriteOut(*shape, stored.numel(), name_of(dtype), name_of(index[0]))
+    return dispatch.prepared(WRITE_OUT, problem, device, alike=index)
 
 
 def refresh(pointers: Tensor, indices: Tensor, values: Tensor, dense: Tensor, seen: Tensor) -> None:
@@ -62,7 +63,7 @@ def refresh(pointers: Tensor, indices: Tensor, values: Tensor, dense: Tensor, se
         seen: (rows,) int64, zeros at first: what tells rows apart, written with them.
     """
     if dense.numel():
-        _refreshing(dense.device, dense.shape, values.shape, values.dtype, pointers.dtype)(
+        _refreshing(dense.device, dense.shape, values.shape, values.dtype, pointers.dtype, indices.dtype)(
             pointers, indices, values, dense, seen
         )
 
@@ -80,7 +81,7 @@ def _refreshing(
 def read_at(dense: Tensor, pointers: Tensor, indices: Tensor, out: Tensor) -> None:
     """out (entries,) = dense (rows, columns) at the stored places; spare capacity is not written."""
     if out.numel() and dense.numel():
-        dtypes = (tensor.dtype for tensor in (pointers, dense, out))
+        dtypes = (tensor.dtype for tensor in (pointers, indices, dense, out))
         _reading(dense.shape[0], *dense.stride(), out.numel(), pointers.device, *dtypes)(dense, pointers, indices, out)
 
 

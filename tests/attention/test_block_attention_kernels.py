@@ -126,6 +126,26 @@ def test_results_and_gradients_beside_float64(dtype, sizes, leading, block, shar
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_a_gradient_of_the_logsumexp_comes_and_goes(device):
+    """Calls that are alike but for it: a kept launch has a place for each tensor, and no more."""
+    draw = torch.Generator().manual_seed(4)
+    q, k, v, grad = torch.randn(4, 1, 1, 32, 16, generator=draw).to(device).requires_grad_()
+    mask = torch.ones(1, 1, 32, 32, dtype=torch.bool, device=device).tril()
+    blocks = blocks_of(mask, (32, 32))
+    with torch.no_grad():
+        out, logsumexp = block_attention(q, k, v, blocks)
+    operator = torch.ops.sparsecomp.block_attention_gradients.default.direct_cuda
+    eager, its_logsumexp = masked(*(one.double() for one in (q, k, v)), mask, 0.25)
+    for beside in (None, torch.ones_like(logsumexp), None):
+        wanted = (eager * grad).sum() + (0 if beside is None else its_logsumexp.sum())
+        right = torch.autograd.grad(wanted, (q, k, v), retain_graph=True)
+        with torch.no_grad():
+            found = operator(grad, q, k, v, out, logsumexp, beside, list(blocks[4:]), 0.25)[:3]
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 def test_a_scale_of_zero_gives_the_mean_of_what_is_kept(device):
     q, k, v, grad = (torch.randn(1, 1, 40, 16, generator=torch.Generator().manual_seed(n)).to(device) for n in range(4))
     mask = torch.rand(1, 1, 40, 40, generator=torch.Generator().manual_seed(4)) < 0.3

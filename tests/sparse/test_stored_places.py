@@ -44,6 +44,22 @@ def test_kernels_write_and_read_what_is_stored(shape, dtype, device):
 
 
 @pytest.mark.parametrize("device", KERNEL_DEVICES)
+def test_indices_may_be_wider_than_pointers_are(device):
+    """The same matrix by launches that are kept: none reads indices of one dtype as those of the other."""
+    dense = thinned(5, 40, torch.float32).to(device)
+    matrix = CSR.from_dense(dense)
+    for indices in (matrix.col.int(), matrix.col.long(), matrix.col.int()):
+        pattern = matrix.crow.int(), indices
+        assert torch.equal(stored_places.write_out(*pattern, matrix.values, (5, 40)), dense)
+        found = torch.full_like(matrix.values, float("nan"))
+        stored_places.read_at(dense, *pattern, found)
+        assert torch.equal(found, matrix.values)
+        copy, seen = torch.zeros_like(dense), torch.zeros(5, dtype=torch.int64, device=device)
+        stored_places.refresh(*pattern, matrix.values, copy, seen)
+        assert torch.equal(copy, dense)
+
+
+@pytest.mark.parametrize("device", KERNEL_DEVICES)
 @pytest.mark.parametrize(
     ("shape", "index"), [((5, 1030), torch.int32), ((33, 300), torch.int64), ((2, 5000), torch.int32)]
 )
