@@ -15,6 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import InputError
+
 CHANNEL_BLOCK = 32
 """Channels are padded to this multiple, the depth of one int8 tensor-core instruction."""
 
@@ -23,6 +25,12 @@ def padded_channels(channels: int) -> int:
     """Input channels of one group, padded to the depth that the kernels step in (64, or 32 for narrow layers)."""
     block = CHANNEL_BLOCK if channels <= CHANNEL_BLOCK else 2 * CHANNEL_BLOCK
     return -(-channels // block) * block
+
+
+def check_digits(digits: int) -> None:
+    """Raise `InputError` for a number of digits that no kernel has: it would read beyond the split weight."""
+    if not 2 <= digits <= 4:
+        raise InputError(f"digits is {digits}: 2, 3 or 4 bytes a weight are needed")
 
 
 def digit_bits(digits: int) -> int:

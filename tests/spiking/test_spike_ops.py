@@ -182,9 +182,24 @@ def test_a_result_is_no_view_and_may_be_written_to(shape):
 @pytest.mark.parametrize("dims", [1, 2])
 def test_a_convolution_s_result_is_no_view_either(dims):
     x, weight = (torch.ones(2, 3, *[4] * dims) > 0).float(), torch.ones(5, 3, *[1] * dims, requires_grad=True)
-    out = ops.spike_conv(x, weight, None, [1] * dims, [0] * dims, [1] * dims, 1, 1, "binary")
+    out = ops.spike_conv(x, weight, None, [1] * dims, [0] * dims, [1] * dims, 1, 2, "binary")
     out.mul_(2).sum().backward()
     assert out.eq(6).all() and weight.grad.eq(2 * 2 * 4**dims).all()
+
+
+@pytest.mark.parametrize("digits", [0, 1, 5])
+def test_kernels_have_two_to_four_bytes_a_weight(digits):
+    x, weight = torch.ones(2, 3, 4, 4), torch.ones(3, 3, 1, 1)
+    window, neuron = ([1, 1], [0, 0], [1, 1], 1), (0.0, "if", 2.0, None, False, 1.0, 0.0)
+    nothing = (None, 0.0, None, None, None, None)
+    for call in (
+        lambda: ops.spike_conv(x, weight, None, *window, digits, "binary"),
+        lambda: ops.spike_linear(x[..., 0, 0], weight[..., 0, 0], None, digits, "binary"),
+        lambda: ops.spike_conv_transpose(x, weight, None, [1, 1], [0, 0], [0, 0], 1, [1, 1], digits),
+        lambda: ops.conv_lif(x.to(torch.int8), weight, None, *window, digits, 1.0, 20.0, True, 1, *nothing, *neuron),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"digits is {digits}: 2, 3 or 4"):
+            call()
 
 
 def test_vmap_is_a_call_for_each():

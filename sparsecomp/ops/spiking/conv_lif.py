@@ -11,6 +11,7 @@ from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes, of_a_step
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
+from sparsecomp.reference.digits import check_digits
 from sparsecomp.reference.layer_current import joined_current
 from sparsecomp.reference.lif import lif_reference
 
@@ -87,6 +88,7 @@ def conv_lif(
         InputError: a residual, or something to add, of another dtype or shape, first membranes of another number, or
             an unknown `connect`.
     """
+    check_digits(digits)
     return torch.ops.sparsecomp.conv_lif.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
         v, v0, mean, var, gamma, beta, eps, charge, tau, rate, decay_input, threshold, reset, keep, residual, connect,

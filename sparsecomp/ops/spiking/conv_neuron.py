@@ -13,6 +13,7 @@ from sparsecomp.ops.library import TAGS, implement, library
 from sparsecomp.ops.spiking.layer_spikes import fake_currents, fake_spikes, of_a_step
 from sparsecomp.ops.spiking.spike_conv import reference_counts
 from sparsecomp.reference.connect import check_added, check_residual, connected
+from sparsecomp.reference.digits import check_digits
 from sparsecomp.reference.layer_current import joined_current
 from sparsecomp.reference.neuron import STATES, kept_in, neuron_reference, neuron_with
 
@@ -91,6 +92,7 @@ def conv_neuron(
         InputError: a residual, or something to add, or a state, of another dtype or shape, an unknown `connect`, or a
             `step` that describes no neuron, or other ones than what is given.
     """
+    check_digits(digits)
     return torch.ops.sparsecomp.conv_neuron.default(
         counts, weight, bias, stride, padding, dilation, groups, digits, scale, spread, channels_last, steps,
         mean, var, gamma, beta, eps, list(states), list(starts), list(parameters), list(numbers), step, keep, residual,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.ops.library import ON_SPIKES, TAGS, decompose, implement, library
-from sparsecomp.reference.digits import SPREAD, multiplied_weight
+from sparsecomp.reference.digits import SPREAD, check_digits, multiplied_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -79,6 +79,7 @@ def spike_conv(
     Returns:
         (N, K, …) of `weight`'s dtype, in the memory format of the dense operator's result.
     """
+    check_digits(digits)
     return torch.ops.sparsecomp.spike_conv.default(
         x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread,
         keep_input,
@@ -98,6 +99,7 @@ def spike_linear(
     keep_input: bool = False,
 ) -> Tensor:
     """`linear` of an input (…, C) that holds counts times a number; see :func:`spike_conv`."""
+    check_digits(digits)
     return torch.ops.sparsecomp.spike_linear.default(
         x, weight, bias, digits, implementation, scale, factor, binary, spread, keep_input
     )
