@@ -87,7 +87,8 @@ def _product(
         return None
     if not own.candidates(problem, device_of(device)):
         return None
-    return prepared(own, problem._replace(filled=True) if filled else problem, device, kernel)
+    problem = problem._replace(filled=True) if filled else problem
+    return prepared(own, problem, device, kernel, alike=(index, last))
 
 
 def layer_sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew: str) -> Tensor | None:
@@ -99,7 +100,7 @@ def layer_sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew:
     Returns:
         (entries,) of their dtype. None as for `layer_product`.
     """
-    launch = _sampled(a.device, a.shape, b.shape, a.dtype, indices.numel(), indices.dtype, skew)
+    launch = _sampled(a.device, a.shape, b.shape, a.dtype, indices.numel(), indices.dtype, pointers.dtype, skew)
     if launch is None:
         return None
     out = a.new_empty(indices.shape)
@@ -110,9 +111,10 @@ def layer_sampled(a: Tensor, b: Tensor, pointers: Tensor, indices: Tensor, skew:
 @recorded
 def _sampled(
     device: torch.device, a_shape: torch.Size, b_shape: torch.Size, dtype: torch.dtype, entries: int,
-    index: torch.dtype, skew: str,
+    index: torch.dtype, pointer: torch.dtype, skew: str,
 ) -> _Launch | None:  # fmt: skip
     count, rows = a_shape[:-1].numel(), a_shape[-1]
     if entries == 0 or count * rows == 0 or dtype not in KERNEL_DTYPES:
         return None
-    return prepared(SDDMM, weight_gradient(count, rows, b_shape[-1], entries, dtype, index, skew), device)
+    problem = weight_gradient(count, rows, b_shape[-1], entries, dtype, index, skew)
+    return prepared(SDDMM, problem, device, alike=(pointer,))

@@ -180,7 +180,7 @@ def test_the_kernel_that_is_asked_for_does_it(kernel, device, monkeypatch):
     x = torch.randn(2, 3, COLUMNS, generator=torch.Generator().manual_seed(2)).half().to(device)
     launched = []
     prepared = sparse_layer.prepared
-    monkeypatch.setattr(sparse_layer, "prepared", lambda *a: launched.append(a[-1]) or prepared(*a))
+    monkeypatch.setattr(sparse_layer, "prepared", lambda *a, **of: launched.append(a[-1]) or prepared(*a, **of))
     dispatch.forget()
     for _ in range(2):
         out = OPS.sparse_linear.default.direct_cuda(x, values, pattern, None, None, layout, False, "none", kernel)

@@ -9,9 +9,10 @@ from sparsecomp import SparseTensor
 from sparsecomp.formats import BCSC, BSR, COO, CSC, CSR, NM
 from sparsecomp.lowering.cache.signature import device_of
 from sparsecomp.lowering.sparse import stored_places
+from sparsecomp.lowering.sparse.layer import layer_product, layer_sampled
 from sparsecomp.lowering.sparse.stored_places import WRITE_OUT, WriteOut
 from sparsecomp.ops.sparse.dense_weight import dense_to_stored, stored_to_dense
-from sparsecomp.reference.patterns import stored_by_rows
+from sparsecomp.reference.patterns import Layout, stored_by_rows
 from sparsecomp.tensor.index_arrays import IndexArrays
 
 pytestmark = pytest.mark.quick_cases(2)
@@ -54,6 +55,11 @@ def test_indices_may_be_wider_than_pointers_are(device):
         found = torch.full_like(matrix.values, float("nan"))
         stored_places.read_at(dense, *pattern, found)
         assert torch.equal(found, matrix.values)
+        x, ones = torch.randn(3, 40, device=device), torch.ones(3, 5, device=device)
+        out = layer_product(x, matrix.values, pattern, None, None, Layout("csr", (1, 1), (5, 40)), "none", "")
+        torch.testing.assert_close(out, x @ dense.T, rtol=1e-4, atol=1e-4)
+        sampled = layer_sampled(ones, x, *pattern, "even")
+        torch.testing.assert_close(sampled, x.sum(0)[matrix.col.long()], rtol=1e-4, atol=1e-4)
         copy, seen = torch.zeros_like(dense), torch.zeros(5, dtype=torch.int64, device=device)
         stored_places.refresh(*pattern, matrix.values, copy, seen)
         assert torch.equal(copy, dense)
