@@ -202,6 +202,17 @@ def test_kernels_have_two_to_four_bytes_a_weight(digits):
             call()
 
 
+def test_a_factor_and_a_scale_are_one_too_many():
+    x, weight, both = torch.ones(2, 3, 4, 4), torch.ones(3, 3, 1, 1), {"scale": 0.5, "factor": torch.tensor(3.0)}
+    for call in (
+        lambda: ops.spike_conv(x, weight, None, *WINDOW[:4], 3, "binary", **both),
+        lambda: ops.spike_linear(x[..., 0, 0], weight[..., 0, 0], None, 3, "binary", **both),
+        lambda: ops.spike_conv_transpose(x, weight, None, [1, 1], [0, 0], [0, 0], 1, [1, 1], 3, **both),
+    ):
+        with pytest.raises(InputError, match="leave one of the two out"):
+            call()
+
+
 def test_vmap_is_a_call_for_each():
     """Of several weights, with lists of numbers among the other arguments."""
     x, w, b = sample()
@@ -276,8 +287,7 @@ def test_a_linear_layer_of_any_dimensions(size, monkeypatch):
 
 
 @pytest.mark.quick_cases(8)
-@pytest.mark.parametrize("factor", [None, 3.0])
-@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize(("scale", "factor"), [(1.0, None), (0.5, None), (1.0, 3.0)])
 @pytest.mark.parametrize("layer", ["linear", "conv"])
 def test_gradients_of_counts_in_bytes_are_those_of_their_products(layer, scale, factor):
     """By hand, as a plain product with what the bytes stand for."""

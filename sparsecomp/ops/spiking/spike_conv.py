@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsecomp import _compat
 from sparsecomp.ops.library import ON_SPIKES, TAGS, decompose, implement, library
-from sparsecomp.reference.digits import SPREAD, check_digits, multiplied_weight
+from sparsecomp.reference.digits import SPREAD, check_digits, check_multiplier, multiplied_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -68,7 +68,7 @@ def spike_conv(
         implementation: `"binary"` (int8 tensor cores), `"skip"` (the same on non-idle pixels only), `"event"`
             (event-driven accumulation in float32) or `"direct"` (bytes times floats in float32, without tensor cores).
         scale: a number; a power of two unless `binary`.
-        factor: one element of any value, in place of a scale. Its gradient is what flows to `x`.
+        factor: one element of any value, in place of a scale, never beside one. Its gradient is what flows to `x`.
         binary: `x` is zero or not: the counts are 0 and 1, whatever the elements are. Needed for a factor, for scales
             that round, and for spikes that are a few units in the last place off.
         spread: a channel whose largest weight is so often the median of its non-zero ones, or is not finite, is
@@ -80,6 +80,7 @@ def spike_conv(
         (N, K, …) of `weight`'s dtype, in the memory format of the dense operator's result.
     """
     check_digits(digits)
+    check_multiplier(scale, factor)
     return torch.ops.sparsecomp.spike_conv.default(
         x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread,
         keep_input,
@@ -100,6 +101,7 @@ def spike_linear(
 ) -> Tensor:
     """`linear` of an input (…, C) that holds counts times a number; see :func:`spike_conv`."""
     check_digits(digits)
+    check_multiplier(scale, factor)
     return torch.ops.sparsecomp.spike_linear.default(
         x, weight, bias, digits, implementation, scale, factor, binary, spread, keep_input
     )

@@ -18,7 +18,7 @@ from sparsecomp.ops.spiking.spike_conv import (
     saved_spikes,
     spike_elements_of,
 )
-from sparsecomp.reference.digits import SPREAD, check_digits, multiplied_weight
+from sparsecomp.reference.digits import SPREAD, check_digits, check_multiplier, multiplied_weight
 from sparsecomp.reference.geometry import (
     KERNEL_DIMS,
     TransposedWindow,
@@ -71,6 +71,7 @@ def spike_conv_transpose(
         (N, K, …) of `weight`'s dtype, in the memory format of the dense operator's result.
     """
     check_digits(digits)
+    check_multiplier(scale, factor)
     return torch.ops.sparsecomp.spike_conv_transpose.default(
         x, weight, bias, stride, padding, output_padding, groups, dilation, digits, scale, factor, binary, spread,
         keep_input,
