@@ -1,8 +1,8 @@
 """Times that mean the same after a thousand other tests, with limits that are those of a usual host: a slower one has
 as many times longer as it is slower just then."""
 
-import gc
 import time
+import timeit
 from collections.abc import Callable
 
 _USUAL = 0.05
@@ -16,14 +16,7 @@ def limit(seconds: float) -> float:
 
 def processor_seconds(call: Callable[[], object]) -> float:
     """Processor seconds that one call takes, none of them for what other tests left to the garbage collector."""
-    gc.collect()
-    gc.freeze()
-    try:
-        start = time.process_time()
-        call()
-        return time.process_time() - start
-    finally:
-        gc.unfreeze()
+    return timeit.timeit(call, timer=time.process_time, number=1)  # which collects nothing meanwhile
 
 
 def _making_objects() -> float:

@@ -42,8 +42,8 @@ def launch(operation: Operation[P], problem: P, *tensors: Tensor | None) -> None
     """
     first = tensors[0]
     assert first is not None
-    absent = tuple(place for place, tensor in enumerate(tensors) if tensor is None)
-    _found(first.device, operation, problem, "", absent)(*tensors)
+    alike = tuple([None if tensor is None else tensor.dtype for tensor in tensors])
+    _found(first.device, operation, problem, "", alike)(*tensors)
 
 
 def prepared(

@@ -14,6 +14,7 @@ from sparsecomp.lowering.spiking.packing import PACK_WEIGHT, PackWeight
 from sparsecomp.lowering.tuning.template import Operation
 from sparsecomp.reference.digits import split_weight, used_weight
 from sparsecomp.reference.geometry import laid_out
+from sparsecomp.reference.layer_current import check_membranes
 
 
 class StepNeurons(Protocol):
@@ -187,8 +188,8 @@ def check_fused(
     if conv.c != weight[1] * conv.groups or conv.k % conv.groups:
         raise InputError(f"a weight {tuple(weight)} in {conv.groups} groups does not fit {conv.c} channels")
     for v in states:
-        if v is not None and v.numel() != conv.m * conv.k // steps:
-            raise InputError(f"membranes {tuple(v)} are not those of a step: {conv.n // steps, conv.k, *conv.out_size}")
+        if v is not None:
+            check_membranes(v, (conv.n // steps, conv.k, *conv.out_size))
     wrong = [tuple(shape) for shape in by_channel if shape is not None and shape.numel() != conv.k]
     if wrong or (by_channel[1] is None) != (by_channel[2] is None):
         raise InputError(f"bias or batch-norm of shapes {wrong}: give one number for each of {conv.k} channels")

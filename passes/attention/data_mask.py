@@ -100,10 +100,12 @@ class DataMask(NamedTuple):
 
     def _repeats(self, node: fx.Node) -> bool:
         """Whether a node gives the same of the same."""
+        if node.target is _LEVELLED:
+            return True
         op = op_of(node)
-        only_views = op is not None and not op.inplace and op.has(Trait.VIEW)
-        alone = all(not isinstance(one, fx.Node) for one in node.args[1:])
-        return node.target is _LEVELLED or (only_views and alone)
+        return op is not None and not op.inplace and op.has(Trait.VIEW) and all(
+            not isinstance(one, fx.Node) for one in node.args[1:]
+        )
 
 
 def data_mask(site: AttentionSite, ctx: Context) -> DataMask | Refusal:

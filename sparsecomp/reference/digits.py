@@ -33,12 +33,6 @@ def check_digits(digits: int) -> None:
         raise InputError(f"digits is {digits}: 2, 3 or 4 bytes a weight are needed")
 
 
-def check_multiplier(scale: float, factor: object) -> None:
-    """Raise `InputError` where counts would have two multipliers."""
-    if factor is not None and scale != 1:
-        raise InputError(f"scale is {scale} beside a factor: leave one of the two out")
-
-
 def digit_bits(digits: int) -> int:
     """Bits of a weight, without sign, in `digits` signed bytes."""
     return 8 * digits - 1

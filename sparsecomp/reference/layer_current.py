@@ -1,8 +1,12 @@
 """What a layer on spikes gives its neurons: what stands between its sums and a neuron's first operation."""
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
+from sparsecomp.errors import InputError
 from sparsecomp.reference.lif import behind_norm
 
 
@@ -21,3 +25,9 @@ def joined_current(
     if added is not None:
         sums = (sums.to(wide) + added.reshape(sums.shape).to(wide)).to(dtype)
     return sums
+
+
+def check_membranes(given: Sequence[int], step: Sequence[int]) -> None:
+    """InputError unless a first state of a shape has as many elements as a time step, whose last ones of 1 may miss."""
+    if prod(given) != prod(step):
+        raise InputError(f"membranes {tuple(given)} are not those of a step: {tuple(step)}")

@@ -86,7 +86,7 @@ def conv_lif(
 
     Raises:
         InputError: a residual, or something to add, of another dtype or shape, first membranes of another number, or
-            an unknown `connect`.
+            an unknown `connect`; other digits than 2 to 4.
     """
     check_digits(digits)
     return torch.ops.sparsecomp.conv_lif.default(

@@ -90,7 +90,7 @@ def conv_neuron(
 
     Raises:
         InputError: a residual, or something to add, or a state, of another dtype or shape, an unknown `connect`, or a
-            `step` that describes no neuron, or other ones than what is given.
+            `step` that describes no neuron, or other ones than what is given; other digits than 2 to 4.
     """
     check_digits(digits)
     return torch.ops.sparsecomp.conv_neuron.default(

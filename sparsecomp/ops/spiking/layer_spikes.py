@@ -1,14 +1,13 @@
 """What a layer and its neurons in one operator give, before it is computed."""
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
 
-from sparsecomp.errors import InputError
 from sparsecomp.reference.connect import check_added, check_residual
 from sparsecomp.reference.geometry import Window, laid_out
+from sparsecomp.reference.layer_current import check_membranes
 
 
 def fake_spikes(
@@ -35,9 +34,10 @@ def of_a_step(v: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     Raises:
         InputError: it has another number of elements.
     """
-    if v is not None and v.numel() != prod(shape):
-        raise InputError(f"membranes {tuple(v.shape)} are not those of a step: {tuple(shape)}")
-    return None if v is None else v.reshape(shape)
+    if v is None:
+        return None
+    check_membranes(v.shape, shape)
+    return v.reshape(shape)
 
 
 def fake_currents(spikes: Tensor, weight: Tensor, currents: bool) -> Tensor:

@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsecomp import _compat
+from sparsecomp.errors import InputError
 from sparsecomp.ops.library import ON_SPIKES, TAGS, decompose, implement, library
-from sparsecomp.reference.digits import SPREAD, check_digits, check_multiplier, multiplied_weight
+from sparsecomp.reference.digits import SPREAD, check_digits, multiplied_weight
 from sparsecomp.reference.geometry import KERNEL_DIMS, Window, convolution_of, is_channels_last, laid_out
 from sparsecomp.reference.precision import KERNEL_DTYPES
 
@@ -78,9 +79,11 @@ def spike_conv(
 
     Returns:
         (N, K, …) of `weight`'s dtype, in the memory format of the dense operator's result.
+
+    Raises:
+        InputError: other digits than 2 to 4, or a scale beside a factor.
     """
-    check_digits(digits)
-    check_multiplier(scale, factor)
+    check_numbers(digits, scale, factor)
     return torch.ops.sparsecomp.spike_conv.default(
         x, weight, bias, stride, padding, dilation, groups, digits, implementation, scale, factor, binary, spread,
         keep_input,
@@ -100,11 +103,17 @@ def spike_linear(
     keep_input: bool = False,
 ) -> Tensor:
     """`linear` of an input (…, C) that holds counts times a number; see :func:`spike_conv`."""
-    check_digits(digits)
-    check_multiplier(scale, factor)
+    check_numbers(digits, scale, factor)
     return torch.ops.sparsecomp.spike_linear.default(
         x, weight, bias, digits, implementation, scale, factor, binary, spread, keep_input
     )
+
+
+def check_numbers(digits: int, scale: float, factor: Tensor | None) -> None:
+    """InputError for digits that no kernel has, or two multipliers of the counts."""
+    check_digits(digits)
+    if factor is not None and scale != 1:
+        raise InputError(f"scale is {scale} beside a factor: leave one of the two out")
 
 
 def _reference_conv(

@@ -11,6 +11,7 @@ from sparsecomp import _compat
 from sparsecomp.ops.library import ON_SPIKES, TAGS, decompose, implement, library
 from sparsecomp.ops.spiking.spike_conv import (
     PROMISES,
+    check_numbers,
     counts_of,
     elements_multiplied,
     kernels_take,
@@ -18,7 +19,7 @@ from sparsecomp.ops.spiking.spike_conv import (
     saved_spikes,
     spike_elements_of,
 )
-from sparsecomp.reference.digits import SPREAD, check_digits, check_multiplier, multiplied_weight
+from sparsecomp.reference.digits import SPREAD, multiplied_weight
 from sparsecomp.reference.geometry import (
     KERNEL_DIMS,
     TransposedWindow,
@@ -69,9 +70,11 @@ def spike_conv_transpose(
 
     Returns:
         (N, K, …) of `weight`'s dtype, in the memory format of the dense operator's result.
+
+    Raises:
+        InputError: as of :func:`spike_conv`.
     """
-    check_digits(digits)
-    check_multiplier(scale, factor)
+    check_numbers(digits, scale, factor)
     return torch.ops.sparsecomp.spike_conv_transpose.default(
         x, weight, bias, stride, padding, output_padding, groups, dilation, digits, scale, factor, binary, spread,
         keep_input,
